@@ -25,8 +25,6 @@ from dmattn_ops.masks import prepare
 from dmattn_ops.masks.tile_mask import TileMask, as_bits
 from dmattn_ops.ops import autograd
 
-_found = functional.scaled_dot_product_attention
-_SDPA = _found if isinstance(_found, BuiltinFunctionType) else None  # as it is where nobody has replaced it
 _OPERATORS = {
     "forward": torch.ops.dmattn.forward.default,
     "forward.used": torch.ops.dmattn.forward.used,
@@ -324,7 +322,7 @@ def _call(
 
 def _is_replaced() -> bool:
     """Return whether somebody has put a function of their own in the place of SDPA."""
-    return functional.scaled_dot_product_attention is not _SDPA
+    return not isinstance(functional.scaled_dot_product_attention, BuiltinFunctionType)
 
 
 def _wanted(outputs: tuple[Any, ...], return_lse: bool, return_max: bool) -> Tensor | tuple[Tensor, ...]:

@@ -11,6 +11,7 @@ import hashlib
 import multiprocessing
 import os
 import threading
+from collections.abc import Iterable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -50,7 +51,7 @@ def described_call(name: str, arguments: tuple[Any, ...]) -> ahead.Described | N
     signature = schemas.SIGNATURES[name]
     tensors, numbers = signature.split(signature.fill(arguments))
     on = next(each for each in tensors if each is not None).device
-    if on.type != "cuda" or not _may_start():
+    if on.type != "cuda" or not _has_symbols(tensors) or not _may_start():
         return None
     described = tuple([None if each is None else describe(each) for each in tensors])
     if not _is_known((described, numbers)) or not _is_new((name, described, numbers, on)):
@@ -58,12 +59,31 @@ def described_call(name: str, arguments: tuple[Any, ...]) -> ahead.Described | N
     here = arch.physical(on)
     if here.sm < config.OLDEST_TRITON:
         return None
+    call = ahead.Described(name, described, numbers, here, arch.name(on), _triton_cache(on.index or 0), "")
+    return call._replace(mark="dmattn-" + hashlib.sha256(repr((call, _surroundings())).encode()).hexdigest())
+
+
+def _has_symbols(tensors: Iterable[Tensor | None]) -> bool:
+    """Return whether a compiler traces: its fake tensors may have symbols for sizes, unlike those of others, such as DTensor's."""
+    modes = (getattr(tensor, "fake_mode", None) for tensor in tensors if tensor is not None)
+    return any(getattr(mode, "shape_env", None) is not None for mode in modes)
+
+
+def _triton_cache(device: int) -> str:
+    """Return the folder of Triton's cache, which stays the one that it is.
+
+    Inductor sets the variable when it loads a graph, and Triton would then look for kernels in another folder than before.
+    """
     from triton import knobs
 
-    # Inductor would set the variable to a folder of its own when it loads a graph, and Triton look for kernels there.
-    folder = os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
-    call = ahead.Described(name, described, numbers, here, arch.name(on), folder, "")
-    return call._replace(mark="dmattn-" + hashlib.sha256(repr((call, _surroundings())).encode()).hexdigest())
+    if "TRITON_CACHE_DIR" not in os.environ:
+        inductor = os.environ.get(
+            "TORCHINDUCTOR_CACHE_DIR"
+        )  # set by a user, or by Inductor once it has looked into its own cache
+        folder = Path(inductor).absolute() / "triton" / str(device) if inductor else Path(knobs.cache.dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ["TRITON_CACHE_DIR"] = str(folder)
+    return os.environ["TRITON_CACHE_DIR"]
 
 
 def _is_new(found: Any) -> bool:

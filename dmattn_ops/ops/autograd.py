@@ -149,8 +149,9 @@ def all_plain(arguments: tuple[Any, ...]) -> bool:
 def _has_memory(grad: Tensor | None) -> bool:
     """Return whether a gradient is an ordinary tensor: no batch from `is_grads_batched`, and no zero tensor without memory."""
     try:
-        return grad is None or grad.data_ptr() != 0 or grad.numel() == 0
-    except RuntimeError:  # a batch has no memory of its own
+        # not of the tensor: the address of a part of zeros without memory is how far it begins behind the start
+        return grad is None or grad.untyped_storage().data_ptr() != 0 or grad.numel() == 0
+    except RuntimeError:  # a batch has no storage of its own
         return False
 
 
@@ -164,10 +165,9 @@ def _forward_kernels(
 
     def through_dispatcher(*arguments: Any) -> tuple[Tensor, ...]:
         arguments = fill(arguments)
-        differentiable = [arguments[place] for place in of.places]
-        if not _may_need_gradient(differentiable):
+        if not _may_need_gradient(_tensors_among(arguments)):
             return by_dispatcher(*arguments)[0]
-        return _apply(whole, by_dispatcher, arguments, *differentiable)
+        return _apply(whole, by_dispatcher, arguments, *[arguments[place] for place in of.places])
 
     def directly(
         arguments: tuple[Any, ...], compute: schemas.Planned | None = None, needs_lse: bool = True
@@ -287,7 +287,7 @@ def _backward_kernels(name: str) -> tuple[_Kernel, _Kernel]:
 
     def computed_by(calls: dict[str, schemas.Planned]) -> _Kernel:
         def kernel(*arguments: Any) -> tuple[Tensor, ...]:
-            if not _may_need_gradient([each for each in arguments if isinstance(each, Tensor)]):
+            if not _may_need_gradient(_tensors_among(arguments)):
                 return calls[name](*arguments)[0]
             return _apply(AttentionBackward, calls[name], *arguments)
 
@@ -307,8 +307,12 @@ def _through_dispatcher(name: str) -> dict[str, schemas.Planned]:
     return {name: call}
 
 
-def _may_need_gradient(tensors: list[Tensor | None]) -> bool:
-    """Return whether a gradient may be asked for; refuse forward-mode derivatives."""
+def _tensors_among(arguments: tuple[Any, ...]) -> list[Tensor]:
+    return [argument for argument in arguments if isinstance(argument, Tensor)]
+
+
+def _may_need_gradient(tensors: Sequence[Tensor | None]) -> bool:
+    """Return whether a gradient of one of these may be asked for; refuse forward-mode derivatives."""
     refuse_tangents(tensors)
     if _grad_enabled():
         for tensor in tensors:

@@ -83,3 +83,12 @@ def test_gradients_in_batches() -> None:
     [batched] = torch.autograd.grad(out, leaf, grads, is_grads_batched=True, retain_graph=True)
     for grad, found in zip(grads, batched, strict=True):
         assert torch.equal(found, torch.autograd.grad(out, leaf, grad, retain_graph=True)[0])
+
+
+def test_parts_of_zeros_without_memory() -> None:
+    """The gradient of a sign is zeros without memory; each call gets a part, which begins somewhere in it."""
+    leaves = [draw(1, 64, 2, 64).requires_grad_() for _ in range(3)]
+    for _ in range(3):  # the later ones are repeated by plans
+        outs = [dmattn_ops.flash_dmattn_func(leaf, leaf, leaf) for leaf in leaves]
+        for grad in torch.autograd.grad(torch.sgn(torch.cat(outs)).sum(), leaves):
+            assert grad.shape == leaves[0].shape and not grad.any()

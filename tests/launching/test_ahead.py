@@ -11,6 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 pytest.importorskip("triton.experimental.gluon")
 from dmattn_ops.api import compiler
@@ -127,11 +130,40 @@ def test_nothing_is_compiled_beforehand_where_that_cannot_be_or_is_not_wanted(su
     assert submitted == []
 
 
-def test_sizes_that_the_tracer_does_not_know_are_left_to_the_launch(submitted):
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+def test_fake_tensors_outside_of_a_compiler_are_not_those_of_a_graph(submitted):
+    """Such as those with which DTensor asks for shapes."""
+    with traced_calls.on_gpu(90), FakeTensorMode():
+        small_step("cuda")
+    assert submitted == []
 
-    mode = torch._subclasses.fake_tensor.FakeTensorMode(shape_env=ShapeEnv())
-    with traced_calls.on_gpu(90), mode, torch._guards.tracing(torch._guards.TracingContext(mode)):
+
+@pytest.mark.parametrize("own", ["", "inductor"])
+def test_kernels_stay_in_the_folder_in_which_they_are(submitted, monkeypatch, tmp_path, own):
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    monkeypatch.setenv("TRITON_HOME", str(tmp_path))
+    if own:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / own))
+    else:
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    traced_calls.trace(small_step, 90)
+    expected = str(tmp_path / own / "triton" / "0") if own else str(tmp_path / ".triton" / "cache")
+    assert {call.cache for call in submitted} == {expected} == {triton_cache_dir(0)}
+
+
+def test_a_folder_that_cannot_be_made_is_left_to_inductor(submitted, monkeypatch, tmp_path):
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRITON_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(traced.environment, "_said", set())
+    with pytest.warns(UserWarning, match="compiles no kernels ahead: NotADirectoryError"):
+        traced_calls.trace(small_step, 90)
+    assert submitted == [] and "TRITON_CACHE_DIR" not in os.environ
+
+
+def test_sizes_that_the_tracer_does_not_know_are_left_to_the_launch(submitted):
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with traced_calls.on_gpu(90), mode:
         scores = torch.empty(1, 2, 64, device="cuda")
         traced.note("key_lifetimes", (scores, None, mode.shape_env.create_unbacked_symint()))
         assert submitted == []
@@ -146,8 +178,7 @@ def test_what_goes_wrong_costs_a_warning_and_no_call(submitted, monkeypatch):
     monkeypatch.setattr(traced.environment, "_said", set())
     with traced_calls.on_gpu(90) as patch, pytest.warns(UserWarning, match="compiles no kernels ahead: RuntimeError"):
         patch.setattr(arch, "physical", fail)
-        mode = torch._subclasses.fake_tensor.FakeTensorMode()
-        with mode, torch._guards.tracing(torch._guards.TracingContext(mode)):
+        with FakeTensorMode(shape_env=ShapeEnv()):
             traced_calls.attention_step(SMALL, "cuda")
     assert submitted == []
 
@@ -156,7 +187,11 @@ def test_a_compiler_tells_of_every_operator_of_the_forward_and_of_the_backward(m
     from dmattn_ops import dynamic_mask, flash_dmattn_func
 
     told = []
-    monkeypatch.setattr(fakes, "when_traced", [lambda name, given: told.append(name)])
+    monkeypatch.setattr(
+        fakes,
+        "when_traced",
+        [lambda name, given: told.append((name, traced._has_symbols(t for t in given if torch.is_tensor(t))))],
+    )
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def attend(query, scores):
@@ -164,7 +199,8 @@ def test_a_compiler_tells_of_every_operator_of_the_forward_and_of_the_backward(m
 
     torch._dynamo.reset()
     attend(torch.randn(1, 40, 2, 16, requires_grad=True), torch.randn(1, 2, 40, requires_grad=True)).backward()
-    assert set(told) == {"key_lifetimes", "forward", "backward"}
+    assert {name for name, _ in told} == {"key_lifetimes", "forward", "backward"}
+    assert all(compiles for _, compiles in told)
 
 
 def test_a_launch_asks_for_its_kernel_before_it_compiles_it_and_never_again(monkeypatch):

@@ -25,17 +25,30 @@ NEEDED = (
     "torch._C._are_functorch_transforms_active",
     "torch.autograd.function._SingleLevelFunction",
 )
-# Without one of these, something else stands in for it or is refused (`ops/torch_privates.py`), or they are documented by torch
+# Names without a gate: torch documents three of them, and others stand in for some; torch has offered no public way to the rest
 OTHERS = (
-    "torch._C",  # DisableTorchFunctionSubclass, of the documentation of subclasses
-    "torch._C._dynamo",  # guards._empty_strided_cuda: to allocate in half of the time
-    "torch._check",
-    "torch._dynamo",  # mark_static_address: memory that CUDA graphs of compiled functions may write
-    "torch._functorch",  # settings of its partitioner; what lets a Function be applied at one level of torch.func
-    "torch.distributed._functional_collectives",
-    "torch.utils._python_dispatch",
-    "torch.utils._pytree",
+    "torch._C.DisableTorchFunctionSubclass",  # of the documentation of subclasses
+    "torch._C._dynamo.guards._empty_strided_cuda",  # or torch.empty_strided, in twice the time
+    "torch.Tensor._has_symbolic_sizes_strides",  # or the types of its sizes
+    "torch._check",  # documented
+    "torch._dynamo.mark_static_address",  # memory that CUDA graphs of compiled functions may write
+    "torch._functorch.config",  # settings of the partitioner that decide whether dropout draws seeds twice
+    "torch._functorch.utils.enable_single_level_autograd_function",  # below torch.func
+    "torch.distributed._functional_collectives.AsyncCollectiveTensor",  # collectives in compiled graphs, and beside computations
+    "torch.distributed._functional_collectives.all_gather_single",  # or the next one, its name before torch 2.12
+    "torch.distributed._functional_collectives.all_gather_tensor",
+    "torch.distributed._functional_collectives.all_to_all_single",
+    "torch.utils._python_dispatch.TorchDispatchMode",  # documented
+    "torch.utils._pytree",  # or dataclasses
+    "torch.utils._pytree.tree_map_only",
 )
+# Of Functions and libraries of operators
+ATTRIBUTES = {"_autograd_function_id", "_destroy"}
+OF_PYTHON = {"_asdict", "_exit", "_getframe", "_replace"}
+OF_OTHER_LIBRARIES = {
+    "_attn_implementation", "_can_set_attn_implementation", "_convert_to_ir_values", "_data", "_hf_hook", "_init_handles",
+    "_is_stateful", "_pre_quantization_dtype", "_reinterpret", "_version",
+}  # fmt: skip
 # Each name is taken away in a process of its own, a copy of one that has imported torch. torch itself uses some of them,
 # and finds them in its own modules again: what is taken away is what the package finds when it is imported.
 CODE = """
@@ -168,17 +181,22 @@ def test_nothing_is_told_where_nothing_is_lost(without: dict):
 
 
 def test_no_other_private_name_is_used():
-    package = Path(dmattn_ops.__file__).parent
-    used = {name for path in package.rglob("*.py") for name in private_names(ast.parse(path.read_text()))}
-    assert used == {name for name in (*SHORT_CUTS, *NEEDED, *OTHERS) if is_private(name)}
+    trees = [ast.parse(path.read_text()) for path in Path(dmattn_ops.__file__).parent.rglob("*.py")]
+    used = {name for tree in trees for name in private_names(tree)}
+    known = {name for name in (*SHORT_CUTS, *NEEDED, *OTHERS) if is_private(name)}
+    assert used == known
+    parts = {part for name in known for part in name.split(".")}
+    own = {name for tree in trees for name in defined(tree)}
+    attributes = {name for tree in trees for name in private_attributes(tree)}
+    assert attributes - own - parts == ATTRIBUTES | OF_PYTHON | OF_OTHER_LIBRARIES
 
 
 def is_private(name: str) -> bool:
     return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
 
 
-def private_names(tree: ast.Module) -> Iterator[str]:
-    """Yield the private names of torch in a file, in full and up to their last private part."""
+def private_names(tree: ast.Module) -> set[str]:
+    """Return the private names of torch in a file, in full; parts of a name that stands there are left out."""
     stands_for: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -187,25 +205,55 @@ def private_names(tree: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             stands_for |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
 
-    def in_full(node: ast.AST) -> str:
-        """Return a dotted name, or what `getattr` is asked for by name, in full; empty for all else."""
+    def in_full(node: ast.AST | None) -> str:
+        """Return a dotted name, or what `getattr` and its like ask for by name, in full; empty for all else."""
         match node:
             case ast.Name(id=name):
                 return stands_for.get(name, "")
             case ast.Attribute(value=holder, attr=name):
                 return f"{in_full(holder)}.{name}"
-            case ast.Call(func=ast.Name(id="getattr"), args=[holder, ast.Constant(value=name), *_]):
+            case ast.Call(
+                func=ast.Name(id="getattr" | "hasattr" | "setattr" | "delattr"),
+                args=[holder, ast.Constant(value=name), *_],
+            ):
                 return f"{in_full(holder)}.{name}"
+            case ast.BoolOp(values=[first, *_]):
+                return in_full(first)
         return ""
 
+    for node in ast.walk(tree):  # other names for private ones
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        if targets and is_private(whole := in_full(getattr(node, "value", None))) and whole.startswith("torch."):
+            stands_for |= {target.id: whole for target in targets if isinstance(target, ast.Name)}
     found = {*stands_for.values(), *map(in_full, ast.walk(tree))}
-    for name in found:
-        if any(other.startswith(f"{name}.") for other in found):  # a part of that one
-            continue
-        while name.startswith("torch.") and is_private(name) and not is_private(name.rpartition(".")[2]):
-            name = name.rpartition(".")[0]
-        if name.startswith("torch.") and is_private(name):
-            yield name
+    found = {name for name in found if name.startswith("torch.") and is_private(name)}
+    return {name for name in found if not any(other.startswith(f"{name}.") for other in found)}
+
+
+def private_attributes(tree: ast.Module) -> Iterator[str]:
+    """Yield the private attributes that a file asks objects for."""
+    for node in ast.walk(tree):
+        match node:
+            case (
+                ast.Attribute(attr=name)
+                | ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[_, ast.Constant(value=name), *_])
+            ):
+                if isinstance(name, str) and is_private(name):
+                    yield name
+
+
+def defined(tree: ast.Module) -> Iterator[str]:
+    """Yield the names that a file defines or imports, attributes of objects among them."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.Attribute(attr=name, ctx=ast.Store()) | ast.Name(id=name, ctx=ast.Store()):
+                yield name
+            case ast.alias(name=name, asname=asname):
+                yield asname or name
 
 
 def test_a_private_name_is_found_however_it_is_written():
@@ -215,16 +263,13 @@ from torch.library import Library
 from torch.outer import _hidden as shown, inner as own
 torch._made(torch.made())
 called = own._below.it
-other = getattr(torch._C, "_name", None)
-print(torch._given)
+other = getattr(torch._C, "_name", None) or None
+print(torch._given, hasattr(torch._C, "_asked"))
+_c = torch._C
+_c._new()
 Library.__name__, own.x
 """
-    found = set(private_names(ast.parse(written)))
-    assert found == {
-        "torch._inner",
-        "torch.outer._hidden",
-        "torch._made",
-        "torch.outer.inner._below",
-        "torch._C._name",
-        "torch._given",
-    }
+    assert private_names(ast.parse(written)) == {
+        "torch._inner.deep", "torch.outer._hidden", "torch._made", "torch.outer.inner._below.it", "torch._C._name",
+        "torch._given", "torch._C._asked", "torch._C._new",
+    }  # fmt: skip
