@@ -87,8 +87,8 @@ def again(
     elif mask is not None:
         of_mask = _packed(mask, query.shape[1], repeat)
     tensors = (query, key, value, None, *of_mask, None, None)
-    autograd.refuse_tangents((query, key, value))
-    if not needs_lse:
+    if not needs_lse and repeat.node is not None:
+        autograd.refuse_tangents((query, key, value))  # which the node does not see
         out = repeat.attend(tensors)
         if out is not None:
             return out, None, None, None

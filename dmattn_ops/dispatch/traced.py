@@ -51,7 +51,7 @@ def described_call(name: str, arguments: tuple[Any, ...]) -> ahead.Described | N
     signature = schemas.SIGNATURES[name]
     tensors, numbers = signature.split(signature.fill(arguments))
     on = next(each for each in tensors if each is not None).device
-    if on.type != "cuda" or not _has_symbols(tensors) or not _may_start():
+    if on.type != "cuda" or not _are_of_a_compiler(tensors) or not _may_start():
         return None
     described = tuple([None if each is None else describe(each) for each in tensors])
     if not _is_known((described, numbers)) or not _is_new((name, described, numbers, on)):
@@ -63,8 +63,8 @@ def described_call(name: str, arguments: tuple[Any, ...]) -> ahead.Described | N
     return call._replace(mark="dmattn-" + hashlib.sha256(repr((call, _surroundings())).encode()).hexdigest())
 
 
-def _has_symbols(tensors: Iterable[Tensor | None]) -> bool:
-    """Return whether a compiler traces: its fake tensors may have symbols for sizes, unlike those of others, such as DTensor's."""
+def _are_of_a_compiler(tensors: Iterable[Tensor | None]) -> bool:
+    """Return whether fake tensors are a compiler's: their sizes may be symbols, unlike those of others, such as DTensor's."""
     modes = (getattr(tensor, "fake_mode", None) for tensor in tensors if tensor is not None)
     return any(getattr(mode, "shape_env", None) is not None for mode in modes)
 
@@ -77,9 +77,8 @@ def _triton_cache(device: int) -> str:
     from triton import knobs
 
     if "TRITON_CACHE_DIR" not in os.environ:
-        inductor = os.environ.get(
-            "TORCHINDUCTOR_CACHE_DIR"
-        )  # set by a user, or by Inductor once it has looked into its own cache
+        # set by a user, or by Inductor once it has looked into its own cache
+        inductor = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
         folder = Path(inductor).absolute() / "triton" / str(device) if inductor else Path(knobs.cache.dir)
         folder.mkdir(parents=True, exist_ok=True)
         os.environ["TRITON_CACHE_DIR"] = str(folder)

@@ -308,7 +308,7 @@ def _through_dispatcher(name: str) -> dict[str, schemas.Planned]:
 
 
 def _tensors_among(arguments: tuple[Any, ...]) -> list[Tensor]:
-    return [argument for argument in arguments if isinstance(argument, Tensor)]
+    return [argument for argument in arguments if type(argument) not in _NO_TENSORS and isinstance(argument, Tensor)]
 
 
 def _may_need_gradient(tensors: Sequence[Tensor | None]) -> bool:

@@ -138,17 +138,14 @@ def test_gradients_in_batches_and_of_zeros_without_memory() -> None:
     assert not nothing.any()
 
 
-def zeros_of_a_sign(function, *queries: torch.Tensor) -> None:
-    """The gradient of a sign is zeros without memory, of which the calls get parts that begin at other places."""
+def test_parts_of_zeros_without_memory() -> None:
+    """The gradient of a sign is zeros without memory; each call gets a part, which begins somewhere in it."""
+    queries = [torch.randn(1, 4, 2, 8, requires_grad=True) for _ in range(3)]
     for joined in (torch.cat, torch.stack):
-        outs = [function(query, query, query, return_lse=True) for query in queries]
+        outs = [dmattn_ops.flash_dmattn_func(query, query, query, return_lse=True) for query in queries]
         ends = torch.sgn(joined([out for out, _ in outs])).sum() + torch.sgn(joined([lse for _, lse in outs])).sum()
         for grad in torch.autograd.grad(ends, queries):
             assert grad.shape == queries[0].shape and not grad.any()
-
-
-def test_parts_of_zeros_without_memory() -> None:
-    zeros_of_a_sign(dmattn_ops.flash_dmattn_func, *[torch.randn(1, 4, 2, 8, requires_grad=True) for _ in range(3)])
 
 
 def test_a_negated_view_is_negated() -> None:

@@ -190,7 +190,7 @@ def test_a_compiler_tells_of_every_operator_of_the_forward_and_of_the_backward(m
     monkeypatch.setattr(
         fakes,
         "when_traced",
-        [lambda name, given: told.append((name, traced._has_symbols(t for t in given if torch.is_tensor(t))))],
+        [lambda name, given: told.append((name, traced._are_of_a_compiler(t for t in given if torch.is_tensor(t))))],
     )
 
     @torch.compile(fullgraph=True, backend="aot_eager")

@@ -25,7 +25,7 @@ NEEDED = (
     "torch._C._are_functorch_transforms_active",
     "torch.autograd.function._SingleLevelFunction",
 )
-# Names without a gate: torch documents three of them, and others stand in for some; torch has offered no public way to the rest
+# Names without a gate: three are documented, some have what serves without them, and for the others torch has no public way
 OTHERS = (
     "torch._C.DisableTorchFunctionSubclass",  # of the documentation of subclasses
     "torch._C._dynamo.guards._empty_strided_cuda",  # or torch.empty_strided, in twice the time
