@@ -179,6 +179,10 @@ _LEGACY = tuple(Row(sm, 1024, 4, 0, "Legacy", "reference", Whole(), evidence="pl
                 for sm in KNOWN)  # fmt: skip
 HOPPER_FORWARD = (
     Row(
+        90, 32, 2, 0, "MediumBlock", "hopper", HopperForward(128, 64, 3, 2, per_sm=2), 97280,
+        "H200, 2026-11-28, bf16, B8 H16 S2048 D32: 0.125 / 0.223 ms causal / full; as the row below 0.169 / 0.264",
+    ),
+    Row(
         90, 64, 2, 0, "LargeBlock", "hopper", HopperForward(192, 128, 2, 2, step=1.39, step_of_128=1.13), 168472,
         "H200, 2026-11-21, bf16, B4 H32 S4096: 495 / 599 TFLOP/s causal / full, cuDNN 424 / 475; 128 queries 454 / 491",
     ),

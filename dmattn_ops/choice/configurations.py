@@ -152,6 +152,7 @@ class HopperForward:
     block_n: int
     stages: int  # buffers of keys and of values
     query_stages: int  # buffers of queries, which also stage the output
+    per_sm: int = 1  # blocks of a multiprocessor, 1 or 2; 2 are for heads that leave registers for that
     bias_tiles: bool = False  # a bias with queries comes by TMA, as keys do
     step: float = 1.0  # microseconds that `block_m` queries take for `block_n` keys
     step_of_128: float = 1.0  # the same for 128 queries

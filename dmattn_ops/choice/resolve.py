@@ -26,7 +26,7 @@ from dmattn_ops.choice import arch, config
 
 # Of the SM 9.0 forward with a bias in tiles: the columns that heads take (wider ones leave no registers for it), the bytes of
 # a query's mask words for a tile of keys, and of all that is not a tile.
-_COLUMNS = (64, 80, 96, 128)
+_COLUMNS = (16, 32, 64, 80, 96, 128)
 _BYTES_OF_BITS = TILE // 8
 _BYTES_OF_THE_REST = 2048
 # Of the SM 9.0 backward, where several blocks share the queries of a key tile: how many at most, microseconds to add up what
@@ -64,7 +64,8 @@ def _with_bias_tiles(offered: config.HopperForward, call: Call) -> config.Hopper
     tiles = (
         offered.stages * offered.block_m * (2 * offered.block_n + (_BYTES_OF_BITS if call.mask.kind == "bits" else 0))
     )
-    room = arch.KNOWN[90].shared_memory - _BYTES_OF_THE_REST - tiles - 4 * offered.stages * offered.block_n * columns
+    of_block = arch.KNOWN[90].shared_memory // offered.per_sm - _BYTES_OF_THE_REST
+    room = of_block - tiles - 4 * offered.stages * offered.block_n * columns
     query_stages = min(offered.query_stages, room // (2 * offered.block_m * columns))
     return replace(offered, query_stages=query_stages, bias_tiles=True) if query_stages > 0 else offered
 

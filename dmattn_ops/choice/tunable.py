@@ -43,6 +43,7 @@ class Part:
 _BLOCKS = ("block_m", "block_n", "num_warps", "num_stages")
 _SCALES = {"block_m": (16, 32, 64, 128), "block_n": (16, 32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3, 4)}
 _TRIED_FORWARD = {
+    32: tuple((128, 64, stages, 2) for stages in (3, 2)),
     64: tuple((rows, 128, stages, 2) for rows in (192, 128) for stages in (2, 3)),
     128: ((128, 128, 2, 1), (128, 64, 4, 2)),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,8 +19,6 @@ from dmattn_ops.distributed.sequence import Layout, Run, check_length, check_off
 from dmattn_ops.distributed.team import Group, Team, all_ranks, team_of
 from dmattn_ops.distributed.ulysses import own_heads, to_heads
 from dmattn_ops.masks.documents import id_pair
-from dmattn_ops.masks.layout import is_one_run_each
-from dmattn_ops.masks.layout import runs as runs_of_ids
 from dmattn_ops.masks.prepare import Documents, prepare_mask
 from dmattn_ops.masks.tile_mask import TileMask
 
@@ -411,22 +410,25 @@ def _lengths(
 
 
 def _spans_of_documents(documents: tuple[Tensor, Tensor], spans: Spans, layout: Layout, size: int) -> Spans:
-    """Return spans that end with the documents of their queries. Reads where documents end, once."""
+    """Return spans that end with the documents of their queries. Reads the ids on the host, once."""
     ids, of_keys = documents
-    if ids is not of_keys or not is_one_run_each(ids):
+    if ids is not of_keys:
         return spans
-    first, stop = runs_of_ids(ids)
-    by_rank = [runs(layout, size, rank, ids.shape[1] // size) for rank in range(size)]
-    flat = [run for own in by_rank for run in own if run.length]
-    low = torch.stack([first[:, run.origin].amin() for run in flat])
-    high = torch.stack([stop[:, run.origin + run.length - 1].amax() for run in flat])
-    ends = iter(torch.stack((low, high), 1).tolist())
+    seqlen = ids.shape[1]
+    begins: list[list[int]] = []  # of the documents of each batch entry, and the end of the last one
+    for row in ids.cpu():
+        begin = [0, *(torch.nonzero(row[1:] != row[:-1]).flatten() + 1).tolist()]
+        if len(set(row[begin].tolist())) != len(begin):  # an id returns after another one
+            return spans
+        begins.append([*begin, seqlen])
+
+    def both(span: tuple[int, int], run: Run) -> tuple[int, int]:
+        first = max(span[0], min(each[bisect_right(each, run.origin) - 1] for each in begins))
+        stop = max(each[bisect_right(each, run.origin + run.length - 1)] for each in begins)
+        return first, max(first, min(span[1], stop))
+
+    by_rank = [runs(layout, size, rank, seqlen // size) for rank in range(size)]
     return tuple(
-        tuple(_both(span, next(ends)) if run.length else span for run, span in zip(own, of_rank, strict=True))
+        tuple(both(span, run) if run.length else span for run, span in zip(own, of_rank, strict=True))
         for own, of_rank in zip(by_rank, spans, strict=True)
     )
-
-
-def _both(span: tuple[int, int], other: list[int]) -> tuple[int, int]:
-    first = max(span[0], other[0])
-    return first, max(first, min(span[1], other[1]))

@@ -27,7 +27,10 @@ from dmattn_ops.distributed import (
     sequence_positions,
     shard_sequence,
 )
-from dmattn_ops.distributed.balance import dealt, work_of_queries
+from dmattn_ops.distributed.balance import EVEN, dealt, most_of_mean, work_of_queries
+from dmattn_ops.distributed.context_mask import _spans_of_documents
+from dmattn_ops.distributed.pieces import sight_of, spans_of
+from dmattn_ops.distributed.sequence import chunks, runs
 
 
 class Packed(NamedTuple):
@@ -189,6 +192,50 @@ def test_the_work_of_a_dynamic_mask_is_what_its_queries_see():
     assert torch.equal(work_of_queries(mask), mask.to_dense().sum((0, 1, 3)).float())
 
 
+def layouts_for_uneven_documents() -> list[tuple[float, int]]:
+    """Return how uneven layouts of uneven documents are, and their chunks: of the number left open, and of 4, 8 and 16 a rank."""
+    ends = torch.tensor([3000, 3100, 3300, 7000, 7200, 7300])
+    ids = torch.bucketize(torch.arange(8192), ends, right=True).unsqueeze(0)
+    mask = prepare_mask(documents=ids, is_causal=True)
+    found = []
+    for number in (None, 4, 8, 16):
+        layout = balanced_layout(mask, None, chunks_per_rank=number)
+        work = work_of_queries(mask).view(len(layout), -1).sum(1).tolist()
+        found.append((most_of_mean(layout, work, 2), len(layout)))
+    return found
+
+
+def test_a_layout_takes_the_fewest_chunks_that_balance(two_ranks):
+    for chosen, *each in two_ranks(layouts_for_uneven_documents):
+        even = [one for one in each if one[0] <= EVEN]
+        assert chosen == (even[0] if even else min(each))
+        assert chosen[0] < each[0][0], "four chunks are as even: this asks nothing"
+
+
 def test_chunks_go_to_the_rank_with_the_least_work():
     assert dealt([9.0, 1.0, 1.0, 7.0, 2.0, 4.0], 2) == (0, 1, 4, 2, 3, 5)
     assert dealt([0.0] * 4, 2) == (0, 1, 2, 3)
+
+
+def test_a_good_layout_makes_no_other_one_good():
+    assert chunks((1, 0), 2) == ((1,), (0,))
+    with pytest.raises(TypeError, match="a chunk number of layout"):
+        chunks((True, False), 2)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "head_tail", (3, 0, 1, 2)])
+def test_keys_of_other_documents_are_not_asked_for(layout):
+    generator = torch.Generator().manual_seed(3)
+    cuts = [torch.randperm(63, generator=generator)[:5].add(1).sort().values for _ in range(2)]
+    ids = torch.stack([torch.bucketize(torch.arange(64), cut, right=True) for cut in cuts])
+    spans = spans_of(sight_of(True, "bottom_right", (None, None), 64, 64), layout, 2)
+    read = _spans_of_documents((ids, ids), spans, layout, 2)
+    for rank, (before, after) in enumerate(zip(spans, read, strict=True)):
+        for run, span, found in zip(runs(layout, 2, rank, 32), before, after, strict=True):
+            seen = (ids[:, run.origin : run.origin + run.length, None] == ids[:, None, :]).any(0).any(0).nonzero()
+            first, stop = max(span[0], int(seen.min())), min(span[1], int(seen.max()) + 1)
+            assert found == (first, stop)
+    assert read != spans
+    returning = torch.where(torch.arange(64) == 63, 0, ids)  # document 0 has a position at the end again
+    assert _spans_of_documents((returning, returning), spans, layout, 2) == spans
+    assert _spans_of_documents((ids, ids.clone()), spans, layout, 2) == spans

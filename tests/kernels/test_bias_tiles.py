@@ -28,7 +28,7 @@ def bias_of(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-@pytest.mark.parametrize("dim", [64, 80, 96, 128])
+@pytest.mark.parametrize("dim", [16, 32, 64, 80, 96, 128])
 @pytest.mark.parametrize("shape", [(2, 4, 512, 512), (1, 4, 512, 512), (2, 1, 512, 512), (1, 1, 512, 512)])
 def test_aligned_biases_of_16_bits_come_in_tiles(dim: int, shape: tuple[int, ...]) -> None:
     made = resolved(dim, bias_of(*shape))
@@ -54,20 +54,22 @@ def test_other_biases_are_read_from_memory() -> None:
 
 def test_mask_words_of_wide_heads_leave_no_room_for_tiles_of_a_bias() -> None:
     bits = Mask(row_tiles=torch.empty(1, 1, 4, 8), row_bits=torch.empty(1, 1, 512, 16))
-    assert resolved(64, bias_of(1, 4, 512, 512), bits).bias_tiles
+    for dim in (16, 32, 64):
+        assert resolved(dim, bias_of(1, 4, 512, 512), bits).bias_tiles
     assert not resolved(128, bias_of(1, 4, 512, 512), bits).bias_tiles
     assert resolved(128, bias_of(1, 4, 512, 512), bits).query_stages == 2
 
 
 def test_intervals_of_wide_heads_leave_no_registers_for_tiles_of_a_bias() -> None:
     ends = torch.empty(1, 1, 512, dtype=torch.int32)
-    for dim in (64, 96, 128):
-        assert resolved(dim, bias_of(1, 4, 512, 512), Mask(start=ends, end=ends)).bias_tiles == (dim == 64)
+    for dim in (32, 64, 96, 128):
+        assert resolved(dim, bias_of(1, 4, 512, 512), Mask(start=ends, end=ends)).bias_tiles == (dim <= 64)
 
 
-@pytest.mark.parametrize("dim", [64, 80, 96, 128])
+@pytest.mark.parametrize("dim", [32, 64, 80, 96, 128])
 def test_what_the_rows_say_of_shared_memory_is_enough(dim: int) -> None:
     row = next(row for row in config.FORWARD if row.kernel == "hopper" and row.dim >= dim)
     made = resolved(dim, bias_of(1, 4, 512, 512))
-    tiles = 2 * (made.query_stages * 128 * dim + made.stages * 128 * (2 * dim + 128))
-    assert tiles <= row.shared_memory <= LIMIT
+    keys = made.block_n
+    tiles = 2 * (made.query_stages * 128 * dim + made.stages * keys * (2 * dim + 128))
+    assert tiles <= row.shared_memory <= LIMIT // made.per_sm

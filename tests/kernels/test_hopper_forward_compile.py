@@ -57,15 +57,26 @@ ALLOWED = {
     "d64 causal segments alone": 52, "d64 segments alone tiles-bias": 92, "d128 segments alone": 116,
     "d128 causal segments alone": 124, "d128 segments alone tiles-bias": 276, "d256 segments alone": 80,
     "d256 causal segments alone": 116,
+    "d32 hidden intervals": 52, "d32 causal hidden intervals": 60, "d32 bits key-bias": 32, "d32 intervals key-bias": 72,
+    "d32 causal tiles-bias": 8, "d32 segments tiles-bias": 100, "d32 segments alone tiles-bias": 56, "d32 full dropout": 104,
+    "d32 causal dropout": 8, "d32 bits dropout": 136, "d32 segments dropout": 8, "d32 causal intervals dropout": 112,
+    "d32 causal key-bias dropout": 16, "d16 segments alone tiles-bias": 36,
 }  # fmt: skip
-PARTS = ("d80 full", "d80 causal", "d96 full", "d96 bits", "d192 causal", "d192/128 full", "d192/128 causal",
+PARTS = ("d16 full", "d16 segments alone tiles-bias", "d80 full", "d80 causal", "d96 full", "d96 bits", "d192 causal",
+         "d192/128 full", "d192/128 causal",
          "d192/128 softcap", "d192/128 bits", "d64 bits tiles-bias", "d64 intervals tiles-bias", "d96 bits tiles-bias",
          "d160 full", "d64/128 full", "d128/64 full", "d256/128 causal")  # fmt: skip
 QUICK = (
     "d80 full", "d192/128 causal", "d64 causal", "d128 bits", "d256 causal", "d128 bits key-bias", "d64 causal sink",
+    "d32 causal", "d32 segments alone tiles-bias",
     "d64 ragged window edges", "d128 causal dropout", "d128 intervals", "d64 full tiles-bias", "d64 segments alone tiles-bias",
 )  # fmt: skip
-WITHOUT = {64: "full-bias", 128: "none", 256: "tiles-bias"}  # kinds that no call makes of a head dimension
+WITHOUT = {
+    32: "full-bias",
+    64: "full-bias",
+    128: "none",
+    256: "tiles-bias",
+}  # kinds that no call makes of a head dimension
 EVERY = tuple(f"d{dim} {kind}" for dim, without in WITHOUT.items() for kind in KINDS if without not in kind)
 EVERY += PARTS
 CASES = EVERY if os.environ.get("DMATTN_COMPILE_ALL") == "1" else QUICK
@@ -147,6 +158,7 @@ def _traits(case: str, row: Any, mask: str, bias: str, block_m: int) -> Any:
     return Traits(
         BM=block_m,
         BN=row.config.block_n,
+        PER_SM=row.config.per_sm,
         D=columns,
         D2=second,
         DV=columns_v,
@@ -173,7 +185,7 @@ def _compile(case: str) -> dict:
 
     from dmattn_ops.choice import config
     from dmattn_ops.kernels.hopper.forward.kernel import SCALARS, forward_kernel
-    from dmattn_ops.kernels.hopper.forward.launch import tiles_of
+    from dmattn_ops.kernels.hopper.forward.launch import REGISTERS_OF_HALF, tiles_of
     from tests.tools.compile_only import compile_only
 
     _, *words = case.split()
@@ -219,7 +231,8 @@ def _compile(case: str) -> dict:
     constants |= dict.fromkeys(OPTIONAL - set(optional))
     aligned = tuple(name for name, kind in {**signature, **optional}.items() if kind.startswith("*"))
     aligned += ("bias_b", "bias_h", "bias_q")
-    found = compile_only(forward_kernel, signature | optional, constants, aligned, 90, num_warps=4)
+    limit = {"maxnreg": REGISTERS_OF_HALF} if row.config.per_sm == 2 else {}
+    found = compile_only(forward_kernel, signature | optional, constants, aligned, 90, num_warps=4, **limit)
     return {
         "faults": found.faults, "spilled": found.spill_bytes, "shared": found.shared_memory,
         "opcodes": dict(found.opcodes) | {"HMMA": found.opcodes["HMMA"]},

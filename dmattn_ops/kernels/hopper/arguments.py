@@ -192,9 +192,9 @@ def hides_rows(call: Call) -> bool:
     return hides_keys(call) or high < 0 or sizes.seqlen_q + low > sizes.seqlen_k
 
 
-def column_parts(dim: int) -> tuple[int, int]:
+def column_parts(dim: int, known: tuple[tuple[int, int], ...] = PARTS) -> tuple[int, int]:
     """Return the widths of one tile or two (else 0) that hold `dim` columns, as `columns.py` multiplies them."""
-    return next(parts for parts in PARTS if sum(parts) >= dim)
+    return next(parts for parts in known if sum(parts) >= dim)
 
 
 def score_factors(options: Options) -> tuple[float, float]:

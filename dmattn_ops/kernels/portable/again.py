@@ -74,7 +74,7 @@ _UNSPECIALIZED = (*UNSPECIALIZED, "programs", "entries")
 @triton.jit
 def _suspects(counts, entries):
     """Return 0 unless a result is NaN; each of `entries`, unless that is None, has counts."""
-    AT_ONCE: tl.constexpr = 128
+    AT_ONCE: tl.constexpr = 1024
     found = tl.load(counts + _SUSPECT)
     if entries is not None:
         for first in tl.range(0, entries, AT_ONCE):

@@ -26,6 +26,8 @@ from dmattn_ops.kernels.sinks import add_parts, part_of_gradient, parts_of_gradi
 from dmattn_ops.launching.launch import launch, workspace
 
 STATISTICS_ROWS = 32
+CLEARED = 1024  # elements that a program clears at a time
+_CLEARED = tl.constexpr(CLEARED)
 
 
 class RowStatistics(NamedTuple):
@@ -36,19 +38,25 @@ class RowStatistics(NamedTuple):
     delta: Tensor
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ROW_TENSORS)
+@triton.jit(do_not_specialize=(*UNSPECIALIZED, "cleared_parts"), do_not_specialize_on_alignment=ROW_TENSORS)
 def statistics_kernel(
-    grad_out, out, lse, lse_tail, grad_lse, sink, sink_parts, log_sum, log_rest, delta,
+    grad_out, out, lse, lse_tail, grad_lse, sink, sink_parts, log_sum, log_rest, delta, cleared,
     grad_out_b, grad_out_s, grad_out_h, out_b, out_s, out_h, lse_b, lse_h, lse_tail_b, lse_tail_h,
-    grad_lse_b, grad_lse_h, grad_lse_s, heads, seqlen_q, blocks, shape: tl.constexpr, NATURAL: tl.constexpr,
+    grad_lse_b, grad_lse_h, grad_lse_s, heads, seqlen_q, blocks, cleared_parts, shape: tl.constexpr, NATURAL: tl.constexpr,
 ):  # fmt: skip
     """Write delta = rowsum(grad_out * out) - grad_lse, 0 in empty rows, and the logarithm of the rows' sums.
 
-    A `sink` `[heads]` is a part of the sums; `sink_parts` `[B, H, blocks]` are what adds up to its gradient.
+    A `sink` `[heads]` is a part of the sums; `sink_parts` `[B, H, blocks]` are what adds up to its gradient. Where sums are given
+    that kernels behind this one add to, `cleared`, this one sets their `cleared_parts` times `CLEARED` elements to 0.
     """
     ROWS: tl.constexpr = shape.block_m
     OUT_ROWS: tl.constexpr = shape.out_rows
     program = tl.program_id(0)
+    if cleared is not None:
+        for part in tl.range(program, cleared_parts, tl.num_programs(0)):
+            tl.store(
+                cleared + tl.cast(part, tl.int64) * _CLEARED + tl.arange(0, _CLEARED), tl.zeros((_CLEARED,), tl.float32)
+            )
     head = (program % heads).to(tl.int64)
     batch = (program // heads // blocks).to(tl.int64)
     start = (program // heads) % blocks * ROWS
@@ -83,20 +91,27 @@ def store_terms(made, lse, tail, delta, inside, NATURAL: tl.constexpr):
     tl.store(made.delta, tl.where(lse == float("-inf"), 0.0, delta), mask=inside)
 
 
-def gradient_arguments(call: Call, saved: Saved, grads: Gradients, size: Extent) -> dict[str, Any]:
-    """Return the arguments that the kernels of all gradients share; computes the statistics of the rows."""
+def gradient_arguments(
+    call: Call, saved: Saved, grads: Gradients, size: Extent, cleared: Tensor | None = None
+) -> dict[str, Any]:
+    """Return the arguments that the kernels of all gradients share; computes the statistics of the rows, and clears sums."""
     aligned = rows_are_aligned(grads.grad_out, saved.out)
     return {
         **shared_arguments(call, size),
         "grad_out": grads.grad_out,
         **row_strides("grad_out", grads.grad_out),
-        **row_statistics(call, saved, grads, aligned)._asdict(),
+        **row_statistics(call, saved, grads, aligned, cleared)._asdict(),
         "softmax_scale": float(call.options.softmax_scale),
     }
 
 
-def row_statistics(call: Call, saved: Saved, grads: Gradients, aligned: bool) -> RowStatistics:
-    """Compute the statistics of a call's rows; `aligned` says that rows of out and grad_out are."""
+def row_statistics(
+    call: Call, saved: Saved, grads: Gradients, aligned: bool, cleared: Tensor | None = None
+) -> RowStatistics:
+    """Compute the statistics of a call's rows; `aligned` says that rows of out and grad_out are.
+
+    `cleared`, float32 with a multiple of `CLEARED` elements that follow each other, is set to 0 unless there are no rows.
+    """
     out, grad_lse = saved.out, grads.grad_lse
     heads, seqlen_q = out.shape[-2], out.shape[-3]
     batch = out.shape[0] if out.dim() == 4 else 1
@@ -117,6 +132,7 @@ def row_statistics(call: Call, saved: Saved, grads: Gradients, aligned: bool) ->
         call.sink,
         sink_parts,
         *statistics,
+        cleared,
         **row_strides("grad_out", grads.grad_out),
         **row_strides("out", out),
         **statistic_strides("lse", saved.lse),
@@ -126,6 +142,7 @@ def row_statistics(call: Call, saved: Saved, grads: Gradients, aligned: bool) ->
         heads=heads,
         seqlen_q=seqlen_q,
         blocks=blocks,
+        cleared_parts=0 if cleared is None else cleared.numel() // CLEARED,
         shape=shape_of(call, STATISTICS_ROWS, 0, aligned),
         NATURAL=in_natural_units(call),
         num_warps=4,

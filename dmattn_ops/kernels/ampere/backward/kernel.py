@@ -279,6 +279,35 @@ def gather(
 
 
 @gluon.jit
+def some_infinite(buffer, block: gl.constexpr):
+    """Return whether a buffer of rows holds an infinity or NaN."""
+    held = buffer.load(registers_of_rows(block.padded, gl.num_warps())).to(gl.float32)
+    return some_nan(held - held)
+
+
+@gluon.jit
+def seen_by_head(walk, keys, shape: gl.constexpr, features: gl.constexpr, T: gl.constexpr):
+    """Return which of the owned keys some query of a head sees: `[keys]`, 0 where none does."""
+    SCORES: gl.constexpr = products(T.score_warps, gl.num_warps() // T.score_warps)
+    M: gl.constexpr = shape.block_m
+    head, steps = walk.head, walk.steps
+    seen = keys.rows * 0
+    for number in range(steps.n_partial):
+        start = start_of(steps, number, M, features, True)
+        own_queries = start + gl.arange(0, M, layout=gl.SliceLayout(1, SCORES))
+        visible = visible_pairs(head, own_queries, keys.rows, keys.marks, keys.start, features)
+        seen = gl.maximum(seen, gl.max(visible.to(gl.int32), 0))
+    return gl.where(steps.count > steps.n_partial, 1, seen)
+
+
+@gluon.jit
+def clear_keys(buffers, seen, shape: gl.constexpr):
+    """Set the keys that nobody sees to 0: dS is 0 there, and dq would be NaN if they are not finite."""
+    KEY_ROWS: gl.constexpr = shape.key_rows
+    keep_rows(buffers.k, seen, KEY_ROWS, gl.num_warps())
+
+
+@gluon.jit
 def gather_head(
     sums, walk, queries, keys, buffers, shape: gl.constexpr, features: gl.constexpr, T: gl.constexpr, CAREFUL: gl.constexpr
 ):  # fmt: skip
@@ -291,19 +320,17 @@ def gather_head(
             copy_bias(buffers.p, head, start, keys.start, shape.block_m, shape.block_n, True, gl.num_warps())
         fetch_queries(buffers, 0, queries, start, length, shape, True)
         fetch_gradients(buffers, 0, queries, start, length, shape, True)
+        if features.mask != "none" and features.group == 1 and not CAREFUL:
+            async_copy.wait_group(0)
+            KEY_ROWS: gl.constexpr = shape.key_rows
+            if some_infinite(buffers.k, KEY_ROWS):
+                clear_keys(buffers, seen_by_head(walk, keys, shape, features, T), shape)
         for number in range(steps.n_partial):
             sums, start = gather(sums, start, number, walk, queries, keys, buffers, shape, features, T, True, CAREFUL)
         for number in range(steps.n_partial, steps.count):
             sums, start = gather(sums, start, number, walk, queries, keys, buffers, shape, features, T, False, CAREFUL)
     async_copy.wait_group(0)
     return sums
-
-
-@gluon.jit
-def some_infinite(buffer, block: gl.constexpr):
-    """Return whether a buffer of rows holds an infinity or NaN."""
-    held = buffer.load(registers_of_rows(block.padded, gl.num_warps())).to(gl.float32)
-    return some_nan(held - held)
 
 
 @gluon.jit
@@ -314,20 +341,6 @@ def walk_of(operands, band, place, index, start_k, last_k, shape: gl.constexpr, 
     steps = steps_of(part_of(walk, True), part_of(walk, False))
     reach = rows_in_reach(turned.mask, start_k, last_k, place.length_q, features)
     return HeadWalk(head_of(operands, place, index, start_k, band_of(band, place, False), features), steps, reach)
-
-
-@gluon.jit
-def seen_by_head(walk, keys, shape: gl.constexpr, features: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return which of the owned keys some query of a head sees: `[keys]`, 0 where none does."""
-    M: gl.constexpr = shape.block_m
-    head, steps = walk.head, walk.steps
-    seen = keys.rows * 0
-    for number in range(steps.n_partial):
-        start = start_of(steps, number, M, features, True)
-        own_queries = start + gl.arange(0, M, layout=gl.SliceLayout(1, LAYOUT))
-        visible = visible_pairs(head, own_queries, keys.rows, keys.marks, keys.start, features)
-        seen = gl.maximum(seen, gl.max(visible.to(gl.int32), 0))
-    return gl.where(steps.count > steps.n_partial, 1, seen)
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ROW_TENSORS)
@@ -407,16 +420,15 @@ def backward_kernel(
     own = source_of(rows_of(value, value_b, value_s, value_h, place.batch, kv_head, place.k_begin), VALUE_ROWS, WARPS)
     copy_rows(buffers.v, own, start_k, reach.begin, reach.end, VALUE_ROWS, True, WARPS)
     async_copy.commit_group()
-    if features.mask != "none":
-        # Keys that nobody sees have dS of 0, and dq would be NaN where they are.
+    if features.mask != "none" and GROUP > 1:  # with one head, while the first queries are fetched
         async_copy.wait_group(0)
         if some_infinite(buffers.k, KEY_ROWS):
             seen = own_keys * 0
             for member in range(GROUP):
                 walk = walk_of(operands, band, place, kv_head * GROUP + member, start_k, last_k, shape, features)
                 keys = Keys(own_keys, key_marks(walk.head, own_keys, features), 0.0, start_k)
-                seen = gl.maximum(seen, seen_by_head(walk, keys, shape, features, SCORES))
-            keep_rows(buffers.k, seen, KEY_ROWS, WARPS)
+                seen = gl.maximum(seen, seen_by_head(walk, keys, shape, features, T))
+            clear_keys(buffers, seen, shape)
 
     key_grad = gl.zeros([N, HEAD], gl.float32, layout=KEYS)
     value_grad = gl.zeros([N, VALUE], gl.float32, layout=KEYS)
@@ -430,7 +442,9 @@ def backward_kernel(
             for member in range(GROUP):
                 index = kv_head * GROUP + member
                 every_head = place.batch.to(gl.int64) * heads + index
-                walk = walk_of(operands, band, place, index, start_k, last_k, shape, features)
+                walk = first_walk
+                if GROUP > 1 or CAREFUL:
+                    walk = walk_of(operands, band, place, index, start_k, last_k, shape, features)
                 head_dbias = None
                 tile_sums = None
                 if T.adds_to_bias:

@@ -27,7 +27,7 @@ from dmattn_ops.kernels.portable.arguments import (
     shape_of,
 )
 from dmattn_ops.kernels.portable.dbias import BiasRoom, gradient_of_bias, room_for_bias
-from dmattn_ops.kernels.portable.statistics import gradient_arguments
+from dmattn_ops.kernels.portable.statistics import CLEARED, gradient_arguments
 from dmattn_ops.launching.launch import computed, launch, workspace
 
 TAKES = Takes(("none", "bits", "segments", "intervals"), sinks=True, oldest=80)
@@ -54,23 +54,23 @@ def backward(call: Call, saved: Saved, grads: Gradients, config: AmpereBackward)
     if call.varlen is not None:  # rows that belong to no sequence
         for gradient in (grads.dq, grads.dk, grads.dv):
             computed(Tensor.zero_, gradient)
-    arguments = gradient_arguments(call, saved, grads, size)
     room = room_for_bias(call, grads.dbias, size)
+    adds_to_bias = room.scores is None and _adds_to_bias(call, grads.dbias, config)
     step = config.block_m if call.mask.col_tiles is None else max(config.block_m, TILE)  # lists name whole tiles
     dq_rows = blocks_and_programs(size, size.seqlen_q, size.heads, step, None)[0] * step
-    batch = arguments["delta"].shape[0]
-    dq_sums = workspace(call.query, batch, size.heads, dq_rows, padded(call.query.shape[-1], LEAST_COLUMNS))
-    computed(Tensor.zero_, dq_sums)
-    bias_sums = None
-    if room.scores is None and _adds_to_bias(call, grads.dbias, config):
-        tiles = dq_rows // config.block_m * ceil_div(size.seqlen_k, config.block_n)
-        bias_sums = workspace(call.query, call.bias.shape[1], tiles, config.block_m, config.block_n)
-        computed(Tensor.zero_, bias_sums)
+    batch = call.query.shape[0] if call.varlen is None else 1
+    of_dq = batch * size.heads * dq_rows * padded(call.query.shape[-1], LEAST_COLUMNS)
+    of_bias = 0
+    if adds_to_bias:
+        of_bias = call.bias.shape[1] * dq_rows * ceil_div(size.seqlen_k, config.block_n) * config.block_n
+    sums = workspace(call.query, ceil_div(of_dq + of_bias, CLEARED) * CLEARED)
+    arguments = gradient_arguments(call, saved, grads, size, sums)
+    bias_sums = sums[of_dq:] if adds_to_bias else None
     turns = None
     if call.options.deterministic:
         turns = workspace(call.query, batch, size.heads, dq_rows // config.block_m, dtype=torch.int32)
         computed(Tensor.zero_, turns)
-    arguments |= {"dq_sums": dq_sums, "bias_sums": bias_sums, "turns": turns, "dq_rows": dq_rows}
+    arguments |= {"dq_sums": sums, "bias_sums": bias_sums, "turns": turns, "dq_rows": dq_rows}
     _launch_keys(call, arguments, size, grads, room, config)
     _launch_finish(call, arguments, size, grads.dq, config)
     if bias_sums is not None:

@@ -8,6 +8,10 @@ One step of a walk (`advance`) starts with P of a tile in registers and ends wit
 
     two consumers    S(i+1) = q k(i+1);   acc += P(i) v(i)  ||  P(i+1) = softmax(S(i+1))
     three consumers  S(i+1) = q k(i+1);   acc += P(i) v(i);   P(i+1) = softmax(S(i+1)), in halves: for 160 registers
+    two, two blocks  S(i+1) = q k(i+1);   acc += P(i) v(i);   P(i+1) = softmax(S(i+1)): for 104 registers
+
+Narrow heads have two blocks on a multiprocessor. One block then multiplies while the other one computes a softmax, begins or ends a
+piece of work.
 
 Partly visible tiles come first, so that the second of two loops holds no test. Traps of triton 3.6's compiler: an `if`
 that only picks a value becomes a branch with two equal targets and loses one of the values (use `gl.where`), a loop's
@@ -471,7 +475,7 @@ def forward_kernel(
             (consume, (operands, smem, bars, 0, T)),
             (consume, (operands, smem, bars, 1, T)),
             (produce, (operands, smem, bars, T)),
-        ], [4, 1], [240, 24])  # fmt: skip
+        ], [4, 1], [240 if T.PER_SM == 1 else 104, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (operands, smem, bars, 0, T)),

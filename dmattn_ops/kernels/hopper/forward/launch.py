@@ -57,6 +57,8 @@ from dmattn_ops.launching.tensor_maps import Map, head_rows_map, pairs_map
 
 TAKES = Takes(("none", "bits", "segments", "intervals"), sinks=True, oldest=90, newest=90)
 _ROWS = 64  # queries of one consumer: the height of a warp group's matrix instruction
+_PARTS = ((16, 0), (32, 0), *PARTS)
+REGISTERS_OF_HALF = 80  # of a thread, at launch, where two blocks share a multiprocessor
 _LONG_WALK = 4096  # keys from which on sharing a walk pays for merging the shares
 # Of packed sequences, for each SM and key head of a chunk (H200, 2026-11-24, bf16, 16 heads of D 128: 24 sequences of 64 to 2000
 # take 0.356 ms, and 0.422 with all tiles by their work)
@@ -119,8 +121,8 @@ def tiles_of(dim: int, dim_v: int) -> tuple[tuple[int, int], tuple[int, int]]:
 
     Each part of out leaves through the buffer of the same part of the queries, which is therefore as wide at least.
     """
-    parts_v = column_parts(dim_v)
-    for parts in PARTS:
+    parts_v = column_parts(dim_v, _PARTS)
+    for parts in _PARTS:
         if sum(parts) >= dim and all(own <= other for own, other in zip(parts_v, parts, strict=True)):
             return parts, parts_v
     whole = column_parts(MAX_DIM)  # queries of more than 192 columns have one part only
@@ -230,6 +232,7 @@ def _traits(call: Call, result: Result, config: HopperForward, band: tuple[int, 
     return Traits(
         BM=config.block_m,
         BN=config.block_n,
+        PER_SM=config.per_sm,
         D=width,
         D2=second,
         DV=width_v,
@@ -265,7 +268,8 @@ def forward(call: Call, result: Result, config: HopperForward) -> None:
     mask = _mask_arguments(call, kind, config.block_m)
     tiles = mask["lists"].shape[0] if kind == RAGGED.value else -(-seqlen_q // config.block_m)
     items = tiles * batch * heads
-    num_sms = arch.physical(query.device).num_sms
+    programs = min(items, config.per_sm * arch.physical(query.device).num_sms)
+    registers = {"maxnreg": REGISTERS_OF_HALF} if config.per_sm == 2 else {}
     factor, cap = score_factors(options)
     cap_inner, scale = (factor, cap) if traits.SOFTCAP else (0.0, factor)
     if traits.NATURAL:
@@ -276,10 +280,10 @@ def forward(call: Call, result: Result, config: HopperForward) -> None:
     if entries is not None:
         counts = computed(_counts_of_entries, lse, entries)
     else:
-        counts = computed(_counter, query.device) if watched or items > num_sms else lse.view(torch.int32)
+        counts = computed(_counter, query.device) if watched or items > programs else lse.view(torch.int32)
     launch(
         forward_kernel,
-        (min(items, num_sms),),
+        (programs,),
         **_row_maps(call, result.out, traits),
         bias_desc=pairs_map(bias, _ROWS, config.block_n) if config.bias_tiles else None,
         lse=lse,
@@ -309,6 +313,7 @@ def forward(call: Call, result: Result, config: HopperForward) -> None:
         T=traits,
         num_warps=4,
         follows=kind == INTERVALS.value,
+        **registers,
     )
     if watched:
         forward_again(given, result, counts)

@@ -323,7 +323,8 @@ def rescale_second(acc, factor, DV2: gl.constexpr):
 def advance(i, step, sums, p, q, visible, smem, bars, scales, C: gl.constexpr, MASKED: gl.constexpr, T: gl.constexpr):
     """Add tile `i`, whose P are given, to acc; return the sums, and P of tile `i + 1`."""
     BN: gl.constexpr = T.BN
-    OVERLAP: gl.constexpr = T.BM == 2 * ROWS  # three consumers have no registers for the P of two tiles
+    THREE: gl.constexpr = T.BM == 3 * ROWS
+    OVERLAP: gl.constexpr = T.PER_SM == 1 and not THREE  # others have no registers for the P of two tiles
     dtype: gl.constexpr = smem.v[0].dtype
     acc = sums.acc
     peak = sums.peak
@@ -357,7 +358,7 @@ def advance(i, step, sums, p, q, visible, smem, bars, scales, C: gl.constexpr, M
         s = hide(s, i + 1, asked, stored, visible, T)
     if T.ROW_MAX:
         peak = gl.maximum(peak, largest(s, peak, T.BN))
-    tile = softmax_next(s, sums.top, sums.total, scales.scale, dtype, T.NATURAL, not OVERLAP, T.BN)
+    tile = softmax_next(s, sums.top, sums.total, scales.scale, dtype, T.NATURAL, THREE, T.BN)
     p = tile.p
     if T.DROPOUT:
         p = drop(p, visible.dropout, visible.q_first, first_key(i + 1, visible, T), T.BN)

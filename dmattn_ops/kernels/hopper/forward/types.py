@@ -18,6 +18,7 @@ class Traits(Constants):
 
     BM: int  # queries of a piece of work, 64 for each consumer
     BN: int  # keys of a step
+    PER_SM: int  # blocks of a multiprocessor, which share its registers: 1, or 2 of two consumers
     D: int  # columns of queries and keys
     D2: int  # of their second part (`columns.py`), or 0
     DV: int  # columns of values
