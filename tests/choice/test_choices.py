@@ -17,7 +17,7 @@ forward
 80: ampere:Standard_128x64 ampere:Standard_128x64 ampere:Standard_128x64 ampere:Standard_128x64 ampere:Standard_64x64 ampere:Standard_64x64 portable:LowMem_32x32 portable:LowMem_16x16
 86: ampere:Standard_128x64 ampere:Standard_128x64 ampere:Standard_128x64 ampere:Standard_128x64 ampere:Standard_64x64 ampere:Standard_64x64 portable:LowMem_32x32 reference:Legacy_128x128
 89: ampere:Standard_128x64 ampere:Standard_128x64 ampere:Standard_128x64 ampere:Standard_128x64 ampere:Standard_64x64 ampere:Standard_64x64 portable:LowMem_32x32 reference:Legacy_128x128
-90: hopper:LargeBlock_192x128 hopper:LargeBlock_192x128 hopper:LargeBlock_128x128 hopper:LargeBlock_128x128 hopper:MediumBlock_128x64 hopper:MediumBlock_128x64 portable:LowMem_32x32 portable:LowMem_16x16
+90: hopper:MediumBlock_128x64 hopper:LargeBlock_192x128 hopper:LargeBlock_128x128 hopper:LargeBlock_128x128 hopper:MediumBlock_128x64 hopper:MediumBlock_128x64 portable:LowMem_32x32 portable:LowMem_16x16
 100: portable:Standard_64x64 portable:Standard_64x64 portable:Standard_128x64 portable:Standard_128x64 portable:Standard_128x32 portable:Standard_128x32 portable:LowMem_32x32 portable:LowMem_16x16
 120: ampere:Standard_128x64 ampere:Standard_128x64 ampere:Standard_128x64 ampere:Standard_128x64 ampere:Standard_64x64 ampere:Standard_64x64 portable:LowMem_32x32 reference:Legacy_128x128
 backward
