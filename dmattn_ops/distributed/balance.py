@@ -11,11 +11,8 @@ from dmattn_ops.distributed.team import Group, team_of
 from dmattn_ops.masks import layout as mask_layout
 from dmattn_ops.masks.tile_mask import TileMask
 
-CHUNKS = (4, 8, 16)  # of a rank, where the caller leaves their number open
-EVEN = 1.03  # the work of the rank that has most, over the mean, from which on more chunks are not worth their calls
 
-
-def balanced_layout(mask: TileMask, group: Group | None, *, chunks_per_rank: int | None = None) -> tuple[int, ...]:
+def balanced_layout(mask: TileMask, group: Group | None, *, chunks_per_rank: int = 4) -> tuple[int, ...]:
     """Return a layout that gives every rank about the same work under a mask: documents of many lengths, say.
 
     The sequence is cut into `chunks_per_rank` chunks a rank. The work of their queries is counted in tiles that are visited (of
@@ -25,36 +22,20 @@ def balanced_layout(mask: TileMask, group: Group | None, *, chunks_per_rank: int
     Args:
         mask: of the whole sequence, with the causal condition folded in: `prepare_mask(documents=ids, is_causal=True)`.
         group: the ranks that share the sequence.
-        chunks_per_rank: more chunks balance better, and make more and smaller calls of kernels; at least 1. None takes 4, or 8 or
-            16 where no rank then has more than 1.03 times the mean work and fewer chunks leave more.
+        chunks_per_rank: more chunks balance better, and make more and smaller calls of kernels; at least 1.
 
     Raises:
         ValueError: where the sequence cannot be cut into so many chunks of equal length.
     """
     size = team_of(group).size
-    numbers: tuple[int, ...] = CHUNKS
-    if chunks_per_rank is not None:
-        numbers = (require.integer("chunks_per_rank", chunks_per_rank),)
-    possible = [number for number in numbers if number >= 1 and mask.seqlen_q % (size * number) == 0]
-    if not possible:
+    chunks_per_rank = require.integer("chunks_per_rank", chunks_per_rank)
+    count = size * chunks_per_rank
+    if chunks_per_rank < 1 or mask.seqlen_q % count:
         raise ValueError(
-            f"the sequence must be a multiple of {size} ranks times {numbers[0]} chunks long, got {mask.seqlen_q}"
+            f"the sequence must be a multiple of {size} ranks times {chunks_per_rank} chunks long, got {mask.seqlen_q}"
         )
-    finest = work_of_queries(mask).view(size * possible[-1], -1).sum(1).tolist()
-    layouts = []
-    for number in possible:
-        joined = possible[-1] // number
-        work = [sum(finest[first : first + joined]) for first in range(0, len(finest), joined)]
-        layout = dealt(work, size)
-        layouts.append((most_of_mean(layout, work, size), layout))
-    return next((layout for most, layout in layouts if most <= EVEN), min(layouts)[1])
-
-
-def most_of_mean(layout: tuple[int, ...], work: list[float], size: int) -> float:
-    """Return the work of the rank that has most, over the mean of all ranks."""
-    each, total = len(layout) // size, sum(work)
-    loads = [sum(work[number] for number in layout[first : first + each]) for first in range(0, len(layout), each)]
-    return max(loads) * size / total if total else 1.0
+    work = work_of_queries(mask).view(count, -1).sum(1).tolist()
+    return dealt([float(each) for each in work], size)
 
 
 def dealt(work: list[float], size: int) -> tuple[int, ...]:

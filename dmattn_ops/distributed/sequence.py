@@ -22,10 +22,9 @@ from dmattn_ops.masks.documents import id_pair
 
 Layout = str | tuple[int, ...]
 LAYOUTS = ("head_tail", "contiguous")
+Chunks = tuple[tuple[int, ...], ...]  # by rank
 MAX_CHECKED = 256
-_checked: dict[
-    tuple[tuple[int, ...], int], tuple[tuple[int, ...], ...]
-] = {}  # the chunks of layouts that were found to be good
+_checked: dict[tuple[tuple[int, ...], int], Chunks] = {}  # of layouts that were found to be good
 
 
 class Run(NamedTuple):
@@ -36,7 +35,7 @@ class Run(NamedTuple):
     length: int
 
 
-def chunks(layout: Layout, size: int) -> tuple[tuple[int, ...], ...]:
+def chunks(layout: Layout, size: int) -> Chunks:
     """Return the numbers of the chunks that each of `size` ranks holds, in the order in which it holds them."""
     if layout == "contiguous":
         return tuple((rank,) for rank in range(size))

@@ -27,7 +27,7 @@ from dmattn_ops.distributed import (
     sequence_positions,
     shard_sequence,
 )
-from dmattn_ops.distributed.balance import EVEN, dealt, most_of_mean, work_of_queries
+from dmattn_ops.distributed.balance import dealt, work_of_queries
 from dmattn_ops.distributed.context_mask import _spans_of_documents
 from dmattn_ops.distributed.pieces import sight_of, spans_of
 from dmattn_ops.distributed.sequence import chunks, runs
@@ -190,26 +190,6 @@ def test_a_balanced_layout_gives_ranks_the_same_work(two_ranks):
 def test_the_work_of_a_dynamic_mask_is_what_its_queries_see():
     mask = dynamic_mask(torch.randn(2, 3, 500), 40)
     assert torch.equal(work_of_queries(mask), mask.to_dense().sum((0, 1, 3)).float())
-
-
-def layouts_for_uneven_documents() -> list[tuple[float, int]]:
-    """Return how uneven layouts of uneven documents are, and their chunks: of the number left open, and of 4, 8 and 16 a rank."""
-    ends = torch.tensor([3000, 3100, 3300, 7000, 7200, 7300])
-    ids = torch.bucketize(torch.arange(8192), ends, right=True).unsqueeze(0)
-    mask = prepare_mask(documents=ids, is_causal=True)
-    found = []
-    for number in (None, 4, 8, 16):
-        layout = balanced_layout(mask, None, chunks_per_rank=number)
-        work = work_of_queries(mask).view(len(layout), -1).sum(1).tolist()
-        found.append((most_of_mean(layout, work, 2), len(layout)))
-    return found
-
-
-def test_a_layout_takes_the_fewest_chunks_that_balance(two_ranks):
-    for chosen, *each in two_ranks(layouts_for_uneven_documents):
-        even = [one for one in each if one[0] <= EVEN]
-        assert chosen == (even[0] if even else min(each))
-        assert chosen[0] < each[0][0], "four chunks are as even: this asks nothing"
 
 
 def test_chunks_go_to_the_rank_with_the_least_work():

@@ -132,7 +132,7 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
         "hopper/dbias/launch.py": ("split * blocks_of_split", "tile * 2 * STEP"),
         "hopper/dbias/steps.py": ("at * STEP",),
         "hopper/forward/kernel.py": ("tile * T.BM",),
-        "hopper/forward/step.py": ("key_tile(i, visible.walk, T) * T.BN",),
+        "hopper/forward/step.py": ("key_tile(i, visible.walk, T) * T.BN", "tile * T.BN"),
         "hopper/forward/walk.py": ("j * T.BN", "work.tile * T.BM"),
         "hopper/views.py": ("at * STEP",),
         "interval_lists.py": ("tile % col_count * _TILE",),

@@ -148,7 +148,13 @@ def _kinds(device: str) -> dict[str, Callable[[], Any]]:
 
 def sample(device: str) -> Iterator[tuple[str, Callable[[], None]]]:
     """Yield calls by name."""
-    for dim, dtype in ((64, torch.bfloat16), (128, torch.float16), (256, torch.bfloat16), (24, torch.bfloat16), (33, torch.float32)):
+    for dim, dtype in (
+        (64, torch.bfloat16),
+        (128, torch.float16),
+        (256, torch.bfloat16),
+        (24, torch.bfloat16),
+        (33, torch.float32),
+    ):
         for name, keywords in _kinds(device).items():
             yield f"D {dim} {name}", partial(_dense, device, dtype, dim, keywords)
     for dtype in (torch.bfloat16, torch.float32):
