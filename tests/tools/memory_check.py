@@ -46,6 +46,7 @@ from tests.tools import races, sites
 TOOLS = ("memcheck", "synccheck", "racecheck", "initcheck")
 KERNELS = Path(dispatch.__file__).parents[1] / "kernels"
 SEQLEN, HEADS, KV_HEADS = 300, 4, 2
+DIMS = {64: torch.bfloat16, 128: torch.float16, 256: torch.bfloat16, 24: torch.bfloat16, 33: torch.float32}
 # Beyond the print limit, a second line says how many were not printed: these are among those of the first.
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) errors?$|RACECHECK SUMMARY: (\d+) hazard)", re.MULTILINE)
 _LAUNCHED, _CALLS, _BEGINS, _ENDS, _LINES = "launched ", "calls ", sites.BEGINS, "ends ", 40
@@ -148,13 +149,7 @@ def _kinds(device: str) -> dict[str, Callable[[], Any]]:
 
 def sample(device: str) -> Iterator[tuple[str, Callable[[], None]]]:
     """Yield calls by name."""
-    for dim, dtype in (
-        (64, torch.bfloat16),
-        (128, torch.float16),
-        (256, torch.bfloat16),
-        (24, torch.bfloat16),
-        (33, torch.float32),
-    ):
+    for dim, dtype in DIMS.items():
         for name, keywords in _kinds(device).items():
             yield f"D {dim} {name}", partial(_dense, device, dtype, dim, keywords)
     for dtype in (torch.bfloat16, torch.float32):
