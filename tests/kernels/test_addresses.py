@@ -251,7 +251,7 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
             "kv_head * group",
             "kv_heads * group",
         ),
-        "hopper/dbias/launch.py": ("written * batches", "batches * bias_group", "head * bias_group"),
+        "hopper/dbias/launch.py": ("written * batches", "head * bias_group"),
         "hopper/dbias/steps.py": ("batch * problem.rows.heads",),
         "hopper/forward/walk.py": ("batch * mask.bits_batch", "h // mask.lists.group * mask.bits_head"),
         "hopper/views.py": ("group * heads_per_group",),
@@ -294,10 +294,7 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
         "masks/lists.py": ("program * TILES",),
     },
     "rows of statistics of the call: with query, grad_out, out and dq, 2^31 of them take 190 GB": {
-        "hopper/backward/kernel.py": (
-            "(place.batch * problem.kv_heads + place.head) * problem.group * problem.rows",
-            "t % walk.width * walk.rows",
-        ),
+        "hopper/backward/kernel.py": ("(place.batch * problem.kv_heads + place.head) * problem.group * problem.rows",),
         "hopper/backward/movers.py": ("(place.batch * problem.kv_heads * group + head) * problem.rows",),
         "hopper/backward_256/keys.py": (
             "batch * kv_heads * group * stat_rows",
@@ -313,7 +310,6 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
         "hopper/backward/movers.py": (
             "((tile0 + m) * 2 + C) * PIECE_ROWS",
             "(head + t % width) * (problem.rows // T.BM)",
-            "(tile0 + m) * (PIECE_ROWS + D2 // 4)",
             "(tile0 + m) * 2",
         ),
     },
@@ -339,7 +335,7 @@ BOUNDS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "slots of one head, less than 2^30 (`epochs.packing_for`)": {
-        "epochs/slots.py": ("epochs * per_epoch", "e * per_epoch"),
+        "epochs/slots.py": ("epochs * per_epoch",),
     },
     "a number that wraps on purpose, or of which only some bits are used": {
         "epochs/lists.py": ("(kinds == 2).to(tl.int32) << 16",),
