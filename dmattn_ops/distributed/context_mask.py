@@ -414,21 +414,20 @@ def _spans_of_documents(documents: tuple[Tensor, Tensor], spans: Spans, layout: 
     ids, of_keys = documents
     if ids is not of_keys:
         return spans
-    seqlen = ids.shape[1]
-    begins: list[list[int]] = []  # of the documents of each batch entry, and the end of the last one
+    limits: list[list[int]] = []  # where the documents of each batch entry begin, and where the last one ends
     for row in ids.cpu():
-        begin = [0, *(torch.nonzero(row[1:] != row[:-1]).flatten() + 1).tolist()]
-        if len(set(row[begin].tolist())) != len(begin):  # an id returns after another one
+        found, lengths = torch.unique_consecutive(row, return_counts=True)
+        if len(found.unique()) != len(found):  # an id returns after another one
             return spans
-        begins.append([*begin, seqlen])
+        limits.append([0, *lengths.cumsum(0).tolist()])
 
-    def both(span: tuple[int, int], run: Run) -> tuple[int, int]:
-        first = max(span[0], min(each[bisect_right(each, run.origin) - 1] for each in begins))
-        stop = max(each[bisect_right(each, run.origin + run.length - 1)] for each in begins)
+    def within_documents(span: tuple[int, int], run: Run) -> tuple[int, int]:
+        first = max(span[0], min(each[bisect_right(each, run.origin) - 1] for each in limits))
+        stop = max(each[bisect_right(each, run.origin + run.length - 1)] for each in limits)
         return first, max(first, min(span[1], stop))
 
-    by_rank = [runs(layout, size, rank, seqlen // size) for rank in range(size)]
+    by_rank = [runs(layout, size, rank, ids.shape[1] // size) for rank in range(size)]
     return tuple(
-        tuple(both(span, run) if run.length else span for run, span in zip(own, of_rank, strict=True))
+        tuple(within_documents(span, run) if run.length else span for run, span in zip(own, of_rank, strict=True))
         for own, of_rank in zip(by_rank, spans, strict=True)
     )

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from dmattn_ops import symbolic
 from dmattn_ops.checks import require, validation, values
@@ -22,9 +21,6 @@ from dmattn_ops.masks.documents import id_pair
 
 Layout = str | tuple[int, ...]
 LAYOUTS = ("head_tail", "contiguous")
-Chunks = tuple[tuple[int, ...], ...]  # by rank
-MAX_CHECKED = 256
-_checked: dict[tuple[tuple[int, ...], int], Chunks] = {}  # of layouts that were found to be good
 
 
 class Run(NamedTuple):
@@ -35,16 +31,12 @@ class Run(NamedTuple):
     length: int
 
 
-def chunks(layout: Layout, size: int) -> Chunks:
+def chunks(layout: Layout, size: int) -> tuple[tuple[int, ...], ...]:
     """Return the numbers of the chunks that each of `size` ranks holds, in the order in which it holds them."""
     if layout == "contiguous":
         return tuple((rank,) for rank in range(size))
     if layout == "head_tail":
         return tuple((rank, 2 * size - 1 - rank) for rank in range(size))
-    if isinstance(layout, tuple) and all(type(number) is int for number in layout):
-        known = _checked.get((layout, size))
-        if known is not None:
-            return known
     if isinstance(layout, str) or not isinstance(layout, (tuple, list)):
         raise ValueError(f"layout must be 'head_tail', 'contiguous' or a tuple of chunk numbers, got {layout!r}")
     layout = tuple(require.integer("a chunk number of layout", number) for number in layout)
@@ -53,12 +45,7 @@ def chunks(layout: Layout, size: int) -> Chunks:
             f"layout must hold each chunk number once, and as many for each of {size} ranks, got {tuple(layout)}"
         )
     each = len(layout) // size
-    found = tuple(tuple(layout[rank * each : (rank + 1) * each]) for rank in range(size))
-    if not is_compiling():
-        if len(_checked) >= MAX_CHECKED:
-            _checked.clear()
-        _checked[layout, size] = found
-    return found
+    return tuple(tuple(layout[rank * each : (rank + 1) * each]) for rank in range(size))
 
 
 def runs(layout: Layout, size: int, rank: int, length: int) -> tuple[Run, ...]:

@@ -197,7 +197,7 @@ def test_chunks_go_to_the_rank_with_the_least_work():
     assert dealt([0.0] * 4, 2) == (0, 1, 2, 3)
 
 
-def test_a_good_layout_makes_no_other_one_good():
+def test_chunk_numbers_are_integers_and_not_bools():
     assert chunks((1, 0), 2) == ((1,), (0,))
     with pytest.raises(TypeError, match="a chunk number of layout"):
         chunks((True, False), 2)

@@ -63,20 +63,16 @@ ALLOWED = {
     "d32 causal key-bias dropout": 16, "d16 segments alone tiles-bias": 36,
 }  # fmt: skip
 PARTS = ("d16 full", "d16 segments alone tiles-bias", "d80 full", "d80 causal", "d96 full", "d96 bits", "d192 causal",
-         "d192/128 full", "d192/128 causal",
-         "d192/128 softcap", "d192/128 bits", "d64 bits tiles-bias", "d64 intervals tiles-bias", "d96 bits tiles-bias",
-         "d160 full", "d64/128 full", "d128/64 full", "d256/128 causal")  # fmt: skip
+         "d192/128 full", "d192/128 causal", "d192/128 softcap", "d192/128 bits", "d64 bits tiles-bias",
+         "d64 intervals tiles-bias", "d96 bits tiles-bias", "d160 full",
+         "d64/128 full", "d128/64 full", "d256/128 causal")  # fmt: skip
 QUICK = (
     "d80 full", "d192/128 causal", "d64 causal", "d128 bits", "d256 causal", "d128 bits key-bias", "d64 causal sink",
-    "d32 causal", "d32 segments alone tiles-bias",
     "d64 ragged window edges", "d128 causal dropout", "d128 intervals", "d64 full tiles-bias", "d64 segments alone tiles-bias",
+    "d32 causal", "d32 segments alone tiles-bias",
 )  # fmt: skip
-WITHOUT = {
-    32: "full-bias",
-    64: "full-bias",
-    128: "none",
-    256: "tiles-bias",
-}  # kinds that no call makes of a head dimension
+# Kinds that no call makes of a head dimension
+WITHOUT = {32: "full-bias", 64: "full-bias", 128: "none", 256: "tiles-bias"}
 EVERY = tuple(f"d{dim} {kind}" for dim, without in WITHOUT.items() for kind in KINDS if without not in kind)
 EVERY += PARTS
 CASES = EVERY if os.environ.get("DMATTN_COMPILE_ALL") == "1" else QUICK
