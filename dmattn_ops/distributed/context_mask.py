@@ -86,6 +86,17 @@ class Source(NamedTuple):
         """Whether only causal and window conditions hide keys."""
         return self.mask is None and self.documents is None
 
+    def to(self, device: torch.device) -> Source:
+        """Return the source on a device. What comes from the host travels while the device computes what it was given before."""
+        documents = self.documents
+        if documents is not None:
+            of_queries = _sent(documents[0], device)
+            documents = of_queries, of_queries if documents[1] is documents[0] else _sent(documents[1], device)
+        mask = self.mask
+        if mask is not None:
+            mask = _sent(mask, device) if isinstance(mask, Tensor) else mask.to(device)
+        return Source(mask, documents)
+
 
 def prepare_context_mask(
     mask: Tensor | TileMask | None = None,
@@ -100,6 +111,7 @@ def prepare_context_mask(
     causal_from: CausalFrom = "bottom_right",
     window_size: Window = (None, None),
     read_documents: bool = False,
+    device: torch.device | str | None = None,
 ) -> ContextMask:
     """Do this rank's share of the work of a mask once, to use it for many layers, forward and backward.
 
@@ -118,9 +130,11 @@ def prepare_context_mask(
         layout: how the sequence is dealt to the ranks, see `shard_sequence`.
         method: "all_gather", "ulysses" or "ring": the call that uses the mask must name the same.
         is_causal, causal_from, window_size: as in `flash_dmattn_func`, for the lengths of the whole sequence.
-        read_documents: read on the host where documents end (one wait for the device), so that only keys of documents that
-            a rank has queries of travel. Ids must be in one piece each. The numbers become part of a compiled graph: use
-            it in eager mode, or where all batches have the same documents.
+        read_documents: read on the host where documents end, so that only keys of documents that a rank has queries of
+            travel. The host waits for the GPU once where ids or offsets are on it. Ids must be in one piece each. The numbers
+            become part of a compiled graph: use it in eager mode, or where all batches have the same documents.
+        device: where the mask is used; None: where its arguments are. With ids or offsets on the CPU and `device="cuda"`,
+            `read_documents` waits for nothing, so that the host prepares a mask while the GPU computes the step before.
 
     Raises:
         ValueError, TypeError: as `prepare_mask`, and for lengths that do not fit the layout.
@@ -129,7 +143,7 @@ def prepare_context_mask(
     named = {
         "mask": mask, "documents": documents, "cu_seqlens": cu_seqlens, "seqlen_q": seqlen_q, "layout": layout,
         "method": method, "is_causal": is_causal, "causal_from": causal_from, "window_size": window_size,
-        "read_documents": read_documents,
+        "read_documents": read_documents, "device": None if device is None else torch.device(device).type,
     }  # fmt: skip
     asked: list[Sight] = []
 
@@ -143,6 +157,8 @@ def prepare_context_mask(
     spans = spans_of(sight, layout, team.size)
     if read_documents and source.documents is not None:
         spans = _spans_of_documents(source.documents, spans, layout, team.size)
+    if device is not None:
+        source = source.to(torch.device(device))
     work = work_of(method, sight, spans, layout, team)
     return ContextMask(parts_of(source, sight, work.pieces), team, layout, method, sight, spans)
 
@@ -359,6 +375,12 @@ def _whole_tensor(mask: Tensor, team: Team, layout: Layout, method: str, sight: 
 def is_per_key(tensor: Tensor, seqlen_k: int, size: int) -> bool:
     """Return whether a mask or a bias is one of the keys that a rank holds."""
     return tensor.shape[2] == 1 and tensor.shape[3] * size == seqlen_k
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device, without waiting for what a GPU computes: only pinned memory is copied behind that."""
+    pinned = device.type == "cuda" and tensor.device.type == "cpu"
+    return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=True)
 
 
 def _whole(part: Tensor, dim: int, team: Team, layout: Layout) -> Tensor:

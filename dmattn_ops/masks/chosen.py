@@ -123,7 +123,7 @@ def segments_beside(
     for name, part, seqlen in parts:
         require.sizes(name, part, (1, batch), (seqlen,))
         require.device(name, part, like.device, "indices")
-    return segments_of(documents, None if padding is None else (padding != 0).unsqueeze(1))
+    return segments_of(documents, None if padding is None else padding.unsqueeze(1))
 
 
 def shown_keys(indices: Tensor, block: int, seqlen_k: int) -> Tensor:

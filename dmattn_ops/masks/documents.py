@@ -86,18 +86,19 @@ def clipped_to_runs(intervals: Intervals, documents: Tensor) -> Pair | None:
 
 
 def segments_of(documents: Documents | None, keep: Tensor | None) -> Segments:
-    """Return int32 segments `[B|1, Sq]` of queries and `[B|1, Hm, Sk]` of keys; `keep` is bool `[B|1, Hm, Sk]`.
+    """Return int32 segments `[B|1, Sq]` of queries and `[B|1, Hm, Sk]` of keys; `keep` `[B|1, Hm, Sk]` is not 0 at visible keys.
 
     With both, a dropped key gets an odd number next to its own document's even one: no query has it, and the range of
     numbers in a tile of keys stays that of its documents. Both are contiguous, whatever they come from.
     """
-    keep = keep if keep is None else keep.contiguous()
+    if keep is not None and keep.dtype != torch.bool:
+        keep = keep != 0
     if documents is None:
-        return None, None if keep is None else keep.to(torch.int32) - 1
+        return None, None if keep is None else (keep.to(torch.int32) - 1).contiguous()
     of_queries, of_keys = _numbered(documents, keep is not None)
     if keep is None:
         return of_queries, of_keys.unsqueeze(1).clone()
-    return 2 * of_queries, 2 * of_keys.unsqueeze(1) + (~keep).to(torch.int32)
+    return 2 * of_queries, (2 * of_keys.unsqueeze(1) + (~keep).to(torch.int32)).contiguous()
 
 
 def _numbered(documents: Documents, doubled: bool) -> tuple[Tensor, Tensor]:

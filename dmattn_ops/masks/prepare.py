@@ -203,7 +203,7 @@ def packed(mask: Tensor, seqlen_q: int, *limits: int) -> Mask:
     if mask.shape[2] != 1:
         made, _ = schemas.implementations["pack_mask"](mask, None, None, seqlen_q, *limits)
         return Mask(*made)
-    segments = segments_of(None, mask.squeeze(2) != 0)
+    segments = segments_of(None, mask.squeeze(2))
     made, _ = schemas.implementations["list_tiles"](*segments, seqlen_q, *limits)
     return Mask(made[0], made[1], None, None, *segments)
 
@@ -343,7 +343,7 @@ def _from_tensor(mask: Tensor, documents: Documents | None, seqlen_q: int, band:
     if mask.dim() == 2:
         mask = mask[:, None, None, :]
     if symbolic.known_equal(mask.shape[2], 1):
-        return from_segments(segments_of(documents, mask.squeeze(2) != 0), seqlen_q, mask.shape[3], band)
+        return from_segments(segments_of(documents, mask.squeeze(2)), seqlen_q, mask.shape[3], band)
     return from_dense(mask, segments_of(documents, None), seqlen_q, band)
 
 
