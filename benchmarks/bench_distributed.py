@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,6 +49,7 @@ dynamic_on_ranks: Any = dynamic_context_attention
 METHODS = ("all_gather", "ring", "ulysses")
 ONE_GPU = "one GPU"  # the run that efficiencies are of
 PARTS = ("prepare", "forward", "backward", "whole")
+STEPS = 8  # that follow each other, so that what the host does before the first counts little
 LONG_STEP = 100.0  # milliseconds from which on a step is repeated in rounds only: it lasts longer than what disturbs it
 
 
@@ -222,19 +223,18 @@ def _document_runs(sizes: Sizes, device: torch.device, lengths: list[int]) -> li
         )
     ]
     balanced = balanced_layout(prepare_mask(documents=ids, is_causal=True), None)
+    offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)  # on the CPU, as a loader of data has them
+    length = sizes.seqlen // dist.get_world_size()
     for layout_name, layout in (("head_tail", "head_tail"), ("contiguous", "contiguous"), ("balanced", balanced)):
         own = _parts(whole, layout)
-        for method in ("all_gather", "ring"):
+        told: dict[str, dict[str, Any]] = {"": {"cu_seqlens": offsets, "seqlen_q": length, "device": device}}
+        if layout == balanced:
+            told[", ids on the GPU"] = {"documents": shard_sequence(ids, None, layout=layout)}
+        for method, (end_of_name, documents) in product(("all_gather", "ring"), told.items()):
             cut: dict[str, Any] = {"group": None, "layout": layout, "method": method}
-            prepare = partial(
-                prepare_context_mask,
-                documents=shard_sequence(ids, None, layout=layout),
-                is_causal=True,
-                read_documents=True,
-                **cut,
-            )
+            prepare = partial(prepare_context_mask, **documents, **cut, is_causal=True, read_documents=True)
             call = partial(on_ranks, *own, **cut)
-            runs.append(Run(f"{method}, {layout_name}", own, prepare, call, False))
+            runs.append(Run(f"{method}, {layout_name}{end_of_name}", own, prepare, call, False))
     return runs
 
 
@@ -333,7 +333,7 @@ def _measure(case: Case, sizes: Sizes, options: argparse.Namespace, device: torc
         for name, run in runs.items():
             time.sleep(0.1 if device.type == "cuda" else 0)
             for _ in range(repeats[name]):
-                times[name].append((*_step(run, device), _steps(run, device, 4)))
+                times[name].append((*_step(run, device), _steps(run, device, STEPS)))
             gauge.read()
     flops = 4 * sizes.heads * sizes.dim * case.pairs
     rows: list[Row] = []

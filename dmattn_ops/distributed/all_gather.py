@@ -38,6 +38,7 @@ class Plan(NamedTuple):
     groups: int  # of key heads
     needs_max: bool
     reduce_dtype: torch.dtype
+    alone: bool  # every rank has one piece: no gradients meet before they are sent, so that they travel as they are
 
     def visible(self, masks: tuple[Tensor | None, ...], group: int, place: int) -> Visible:
         """Return the mask and band of a piece; `masks` are the tensors of all pieces of all groups."""
@@ -112,12 +113,13 @@ class AllGather(torch.autograd.Function):
                 (piece.column, torch.cat(part[1:3], -1).movedim(1, 0))
                 for piece, part in zip(plan.pieces, parts, strict=True)
             ]
-            home.append(exchange.start_back(added(placed, exchange.length, 0, placed[0][1][:0].to(wide))))
+            travelling = placed[0][1].dtype if plan.alone else wide
+            home.append(exchange.start_back(added(placed, exchange.length, 0, placed[0][1][:0].to(travelling))))
             if of_bias:
                 dbias.append(plan.bias.gradient(plan.pieces, [part[3] for part in parts], biases, wide))
-        back = torch.cat([exchange.finish_back(started) for started in home], 2).movedim(0, 1)
+        back = torch.cat([exchange.finish_back(started, wide).to(key.dtype) for started in home], 2).movedim(0, 1)
         dim = key.shape[-1]
-        dk, dv = back[..., :dim].to(key.dtype), back[..., dim:].to(value.dtype)
+        dk, dv = back[..., :dim].contiguous(), back[..., dim:].contiguous()
         whole_bias = plan.bias.returned(dbias, bias, bias.shape[1]) if of_bias else None
         return None, torch.cat(dq, 2), dk, dv, whole_bias, None, *[None] * len(masks)
 

@@ -58,7 +58,7 @@ class BiasPlan(NamedTuple):
         """Return the gradient of this rank's bias, from those of the groups of heads; `heads` are those of the bias."""
         whole = torch.cat(list(groups), 1) if heads > 1 else torch.stack(list(groups)).sum(0)
         if self.per_key:
-            whole = self.exchange.finish_back(self.exchange.start_back(whole.movedim(3, 0))).movedim(0, 3)
+            whole = self.exchange.finish_back(self.exchange.start_back(whole.movedim(3, 0)), whole.dtype).movedim(0, 3)
         return whole.to(bias.dtype).contiguous()
 
     def _place(self, piece: Piece) -> int:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,11 +12,12 @@ from dmattn_ops import symbolic
 from dmattn_ops.bands import CausalFrom, Window, visibility
 from dmattn_ops.checks import require, validation
 from dmattn_ops.distributed import agreement
+from dmattn_ops.distributed.document_runs import Ends, ascends, mask_of_rank, read_ends, sent, spans_within
 from dmattn_ops.distributed.key_exchange import KeyExchange, exchange_of
+from dmattn_ops.distributed.mask_source import Source, is_per_key, source_of
 from dmattn_ops.distributed.pieces import Piece, Sight, Spans, sight_of, spans_of
-from dmattn_ops.distributed.sequence import Layout, Run, check_length, check_offsets, in_order, runs
-from dmattn_ops.distributed.team import Group, Team, all_ranks, team_of
-from dmattn_ops.distributed.ulysses import own_heads, to_heads
+from dmattn_ops.distributed.sequence import Layout, Run, check_length, check_offsets, runs
+from dmattn_ops.distributed.team import Group, Team, team_of
 from dmattn_ops.masks.documents import id_pair
 from dmattn_ops.masks.prepare import Documents, prepare_mask
 from dmattn_ops.masks.tile_mask import TileMask
@@ -29,12 +29,13 @@ METHODS = ("all_gather", "ulysses", "ring")
 class ContextMask:
     """A rank's share of a mask, made by `prepare_context_mask` once and used by many layers."""
 
-    parts: tuple[TileMask, ...]  # of each piece that the rank computes, in their order
+    parts: tuple[TileMask, ...]  # of each piece that the rank computes, in their order; `in_one`: of all of them
     team: Team
     layout: Layout
     method: str
     sight: Sight
     spans: Spans
+    in_one: bool = False  # on all ranks alike
 
     @property
     def nbytes(self) -> int:
@@ -49,12 +50,28 @@ class ContextMask:
     @property
     def of_all_ranks(self) -> str:
         """Text of what the shares of all ranks have in common. Kinds of parts may differ, and a rank may have none."""
-        return f"ContextMask(method={self.method!r}, layout={self.layout!r}, {self.sight}, {self.spans})"
+        return f"ContextMask(method={self.method!r}, layout={self.layout!r}, {self.sight}, {self.spans}, {self.in_one})"
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> ContextMask:
         """Return the mask on another device."""
         parts = tuple(part.to(device, non_blocking) for part in self.parts)
-        return ContextMask(parts, self.team, self.layout, self.method, self.sight, self.spans)
+        return replace(self, parts=parts)
+
+    def work(self, sight: Sight, by_position: bool) -> tuple[Work, tuple[TileMask, ...]]:
+        """Return what a rank computes in a call with conditions `sight`, and the mask of each piece.
+
+        `by_position` says that where queries and keys lie decides more than what is visible, so that pieces stay apart.
+        """
+        work = work_of(self.method, self.sight, self.spans, self.layout, self.team)
+        if not self.in_one:
+            return work, self.parts
+        [whole] = self.parts
+        if not by_position and sight in (self.sight, self.sight._replace(is_causal=False, window=(None, None))):
+            return Work((Piece(0, 0, whole.seqlen_q, 0, 0, whole.seqlen_k, 0),), (1,), work.exchange, True), self.parts
+        return work, tuple(
+            whole.queries(piece.row, piece.row + piece.rows).keys(piece.column, piece.column + piece.columns)
+            for piece in work.pieces
+        )
 
 
 class Work(NamedTuple):
@@ -63,6 +80,7 @@ class Work(NamedTuple):
     pieces: tuple[Piece, ...]
     per_step: tuple[int, ...]
     exchange: KeyExchange | None  # for all_gather
+    in_one: bool = False  # one piece has all queries and all keys at hand, and a mask that says all
 
     def steps(self) -> tuple[tuple[Piece, ...], ...]:
         """Return the pieces of each step."""
@@ -71,31 +89,6 @@ class Work(NamedTuple):
             found.append(self.pieces[first : first + count])
             first += count
         return tuple(found)
-
-
-class Source(NamedTuple):
-    """A mask of the whole sequence, as far as this rank has to know it, before it is cut into pieces."""
-
-    mask: (
-        Tensor | TileMask | None
-    )  # per key `[B|1, Hm, 1, Sk]`, rows of this rank `[B|1, Hm, rows, Sk]`, or of everything
-    documents: tuple[Tensor, Tensor] | None  # of all queries and of all keys
-
-    @property
-    def nothing(self) -> bool:
-        """Whether only causal and window conditions hide keys."""
-        return self.mask is None and self.documents is None
-
-    def to(self, device: torch.device) -> Source:
-        """Return the source on a device. What comes from the host travels while the device computes what it was given before."""
-        documents = self.documents
-        if documents is not None:
-            of_queries = _sent(documents[0], device)
-            documents = of_queries, of_queries if documents[1] is documents[0] else _sent(documents[1], device)
-        mask = self.mask
-        if mask is not None:
-            mask = _sent(mask, device) if isinstance(mask, Tensor) else mask.to(device)
-        return Source(mask, documents)
 
 
 def prepare_context_mask(
@@ -143,24 +136,39 @@ def prepare_context_mask(
     named = {
         "mask": mask, "documents": documents, "cu_seqlens": cu_seqlens, "seqlen_q": seqlen_q, "layout": layout,
         "method": method, "is_causal": is_causal, "causal_from": causal_from, "window_size": window_size,
-        "read_documents": read_documents, "device": None if device is None else torch.device(device).type,
+        "read_documents": read_documents,
     }  # fmt: skip
     asked: list[Sight] = []
 
     def describe() -> dict[str, str]:
         asked.append(_checked(named, team))
-        return {name: agreement.text_of(argument) for name, argument in named.items()}
+        texts = {name: agreement.text_of(argument) for name, argument in named.items()}
+        return texts | {"device": "None" if device is None else torch.device(device).type}
 
     agreement.agreed("prepare_context_mask", group, team, describe)
     sight = asked[0]
     source = source_of(mask, documents, cu_seqlens, team, layout, method, sight)
     spans = spans_of(sight, layout, team.size)
-    if read_documents and source.documents is not None:
-        spans = _spans_of_documents(source.documents, spans, layout, team.size)
+    ends = read_ends(source.documents) if read_documents and source.documents is not None else None
+    if ends is not None:
+        spans = spans_within(ends, spans, layout, team.size)
+    work = work_of(method, sight, spans, layout, team)
+    if ends is not None and work.exchange is not None and ascends(layout, team.size) and source.of_keys:
+        part = _in_one(source, ends, sight, work.exchange, device)
+        return ContextMask((part,), team, layout, method, sight, spans, True)
     if device is not None:
         source = source.to(torch.device(device))
-    work = work_of(method, sight, spans, layout, team)
     return ContextMask(parts_of(source, sight, work.pieces), team, layout, method, sight, spans)
+
+
+def _in_one(
+    source: Source, ends: Ends, sight: Sight, exchange: KeyExchange, device: torch.device | str | None
+) -> TileMask:
+    """Return the mask of all queries of this rank and of all keys that it has at hand."""
+    assert source.documents is not None
+    target = source.documents[0].device if device is None else torch.device(device)
+    keep = sent(source.mask, target) if isinstance(source.mask, Tensor) else None
+    return mask_of_rank(ends, keep, sight, exchange, target)
 
 
 def _checked(named: dict[str, Any], team: Team) -> Sight:
@@ -296,32 +304,6 @@ def in_one_piece(pieces: list[Piece], sight: Sight, own: tuple[Run, ...], theirs
     return [Piece(pieces[0].run, row, rows, query, column, columns, key)]
 
 
-def source_of(
-    mask: Tensor | TileMask | None,
-    documents: Documents | None,
-    cu_seqlens: Tensor | None,
-    team: Team,
-    layout: Layout,
-    method: str,
-    sight: Sight,
-) -> Source:
-    """Return the description of a mask that this rank needs. It gathers the parts about keys, so all ranks call it alike."""
-    ids: tuple[Tensor, Tensor] | None = None
-    if cu_seqlens is not None:
-        places = torch.arange(sight.seqlen_k, device=cu_seqlens.device)
-        of_all = torch.bucketize(places, cu_seqlens[1:], right=True, out_int32=True).unsqueeze(0)
-        ids = of_all, of_all
-    elif documents is not None:
-        pair = id_pair(documents)
-        of_queries = _whole(pair[0], 1, team, layout)
-        ids = of_queries, of_queries if pair[1] is pair[0] else _whole(pair[1], 1, team, layout)
-    if isinstance(mask, Tensor):
-        mask = _whole_tensor(mask, team, layout, method, sight)
-    elif mask is not None and method == "ulysses":
-        mask = mask.heads(*_bounds(own_heads(mask.shape[1], team), mask.shape[1]))
-    return Source(mask, ids)
-
-
 def parts_of(source: Source, sight: Sight, pieces: tuple[Piece, ...]) -> tuple[TileMask, ...]:
     """Return the mask of each piece, with the band folded in."""
     return tuple(_part(source, sight, piece) for piece in pieces)
@@ -351,45 +333,6 @@ def _part(source: Source, sight: Sight, piece: Piece) -> TileMask:
         causal_from=sight.diagonal + piece.query - piece.key,
         window_size=sight.window,
     )
-
-
-def _whole_tensor(mask: Tensor, team: Team, layout: Layout, method: str, sight: Sight) -> Tensor:
-    """Return a mask of keys for all keys; one of this rank's rows as it is, or for Ulysses all rows of the rank's heads."""
-    if mask.dim() == 2:
-        mask = mask[:, None, None, :]
-    mask = mask != 0
-    per_key = is_per_key(mask, sight.seqlen_k, team.size)
-    if per_key:
-        mask = _whole(mask, 3, team, layout)
-    if method != "ulysses":
-        return mask
-    heads = mask.shape[1]
-    if per_key or heads == 1:
-        return mask[:, own_heads(heads, team)] if per_key else _whole(mask, 2, team, layout)
-    rows = mask.transpose(1, 2).to(torch.uint8)
-    if heads < team.size:
-        rows = rows.repeat_interleave(team.size // heads, 2)
-    return to_heads(rows, team, layout).transpose(1, 2).bool()
-
-
-def is_per_key(tensor: Tensor, seqlen_k: int, size: int) -> bool:
-    """Return whether a mask or a bias is one of the keys that a rank holds."""
-    return tensor.shape[2] == 1 and tensor.shape[3] * size == seqlen_k
-
-
-def _sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device, without waiting for what a GPU computes: only pinned memory is copied behind that."""
-    pinned = device.type == "cuda" and tensor.device.type == "cpu"
-    return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=True)
-
-
-def _whole(part: Tensor, dim: int, team: Team, layout: Layout) -> Tensor:
-    """Gather a tensor from all ranks, in the order of the sequence."""
-    return in_order(all_ranks(part.movedim(dim, 0), team), layout, team.size, 0).movedim(0, dim)
-
-
-def _bounds(own: slice, size: int) -> tuple[int, int]:
-    return (0, size) if own.start is None else (own.start, own.stop)
 
 
 def _lengths(
@@ -428,28 +371,4 @@ def _lengths(
     raise ValueError(
         "prepare_context_mask needs a mask or documents, or cu_seqlens with seqlen_q; causal and window conditions alone"
         " need no mask"
-    )
-
-
-def _spans_of_documents(documents: tuple[Tensor, Tensor], spans: Spans, layout: Layout, size: int) -> Spans:
-    """Return spans that end with the documents of their queries. Reads the ids on the host, once."""
-    ids, of_keys = documents
-    if ids is not of_keys:
-        return spans
-    limits: list[list[int]] = []  # where the documents of each batch entry begin, and where the last one ends
-    for row in ids.cpu():
-        found, lengths = torch.unique_consecutive(row, return_counts=True)
-        if len(found.unique()) != len(found):  # an id returns after another one
-            return spans
-        limits.append([0, *lengths.cumsum(0).tolist()])
-
-    def within_documents(span: tuple[int, int], run: Run) -> tuple[int, int]:
-        first = max(span[0], min(each[bisect_right(each, run.origin) - 1] for each in limits))
-        stop = max(each[bisect_right(each, run.origin + run.length - 1)] for each in limits)
-        return first, max(first, min(span[1], stop))
-
-    by_rank = [runs(layout, size, rank, ids.shape[1] // size) for rank in range(size)]
-    return tuple(
-        tuple(within_documents(span, run) if run.length else span for run, span in zip(own, of_rank, strict=True))
-        for own, of_rank in zip(by_rank, spans, strict=True)
     )

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dmattn_ops.api import arguments
-from dmattn_ops.bands import CausalFrom, Window, visibility
+from dmattn_ops.bands import NO_BAND, CausalFrom, Window, visibility
 from dmattn_ops.checks import require, validation
 from dmattn_ops.distributed import agreement, ulysses
 from dmattn_ops.distributed.all_gather import AllGather, Plan
@@ -19,16 +19,15 @@ from dmattn_ops.distributed.context_mask import (
     ContextMask,
     Work,
     check_choice,
-    is_per_key,
     parts_of,
     refuse_two_packings,
-    source_of,
     work_of,
 )
 from dmattn_ops.distributed.key_exchange import KeyExchange, exchange_of
+from dmattn_ops.distributed.mask_source import is_per_key, source_of
 from dmattn_ops.distributed.pieces import Numbers, Piece, Sight, Spans, Visible, sight_of, spans_of, visible_by
 from dmattn_ops.distributed.ring import Ring, RingPlan
-from dmattn_ops.distributed.sequence import GatheredRows, Layout, check_ids, check_length, check_offsets, in_order
+from dmattn_ops.distributed.sequence import GatheredRows, Layout, check_ids, check_length, check_offsets, in_order, runs
 from dmattn_ops.distributed.team import Group, Team, same_on_all, share_a_host, team_of
 from dmattn_ops.masks.documents import Documents
 from dmattn_ops.masks.tile_mask import TileMask
@@ -279,8 +278,9 @@ def _attention(
     """Return out, lse and row_max, without sinks."""
     spans: Spans
     if isinstance(mask, ContextMask):
-        work = work_of(of.method, mask.sight, mask.spans, of.layout, of.team)
-        parts: tuple[TileMask | None, ...] = mask.parts
+        by_position = of.numbers.dropout_p != 0.0 or (of.bias is not None and not _is_per_key(of))
+        parts: tuple[TileMask | None, ...]
+        work, parts = mask.work(of.sight, by_position)
     else:
         spans = spans_of(of.sight, of.layout, of.team.size)
         source = source_of(mask, documents, cu_seqlens, of.team, of.layout, of.method, of.sight)
@@ -306,12 +306,18 @@ def _by_fetching(
     limits: list[tuple[int, int, int | None]] = []
     for group in range(groups):
         for part, piece in zip(parts, work.pieces, strict=True):
-            visible = _visible(of, _of_group(part, group, groups), piece)
+            own = _of_group(part, group, groups)
+            visible = visible_by(own, NO_BAND, piece) if work.in_one else _visible(of, own, piece)
             tensors += visible.tensors
             if group == 0:
                 limits.append(visible[1:])
     bias = BiasPlan(_is_per_key(of), work.exchange, by_position=False)
-    plan = Plan(work.exchange, bias, work.pieces, tuple(limits), of.numbers, groups, of.needs_max, of.reduce_dtype)
+    alone = work.in_one or all(
+        len(runs(of.layout, of.team.size, rank, of.query.shape[1])) == 1 for rank in range(of.team.size)
+    )
+    plan = Plan(
+        work.exchange, bias, work.pieces, tuple(limits), of.numbers, groups, of.needs_max, of.reduce_dtype, alone
+    )
     masks = tensors if any(tensor is not None for tensor in tensors) else []
     return AllGather.apply(plan, of.query, of.key, of.value, of.bias, seed, *masks)
 

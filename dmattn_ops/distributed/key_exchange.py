@@ -100,14 +100,14 @@ class KeyExchange(NamedTuple):
         parts = dict(zip(ordered, grads.split([length for _, length in ordered]), strict=True))
         return self._sent([[parts[block] for block in blocks] for blocks in by_owner], self._by_reader(), grads)
 
-    def finish_back(self, started: Started) -> Tensor:
-        """Return the sum of the gradients of this rank's keys, added in the order of the ranks."""
+    def finish_back(self, started: Started, dtype: torch.dtype) -> Tensor:
+        """Return the sum of the gradients of this rank's keys, added in the order of the ranks and in a dtype."""
         rows, team = arrived(started.coming), self.team
         if self.gathers_all:
-            return rows.unflatten(0, (team.size, rows.shape[0] // team.size)).sum(0)
+            return rows.unflatten(0, (team.size, rows.shape[0] // team.size)).sum(0, dtype=dtype)
         parts = self._together(rows, started, self._by_reader())
         placed = [(self._local(first), part) for (first, _), part in parts]
-        return added(placed, self.seqlen // team.size, 0, rows)
+        return added(placed, self.seqlen // team.size, 0, rows[:0].to(dtype))
 
     def _sent(self, parts: list[list[Tensor]], awaited: list[list[Block]], like: Tensor) -> Started:
         """Start to send each rank its parts, and to receive blocks of each: what is this rank's own stays where it is."""

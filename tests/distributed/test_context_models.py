@@ -28,9 +28,7 @@ from dmattn_ops.distributed import (
     shard_sequence,
 )
 from dmattn_ops.distributed.balance import dealt, work_of_queries
-from dmattn_ops.distributed.context_mask import _spans_of_documents
-from dmattn_ops.distributed.pieces import sight_of, spans_of
-from dmattn_ops.distributed.sequence import chunks, runs
+from dmattn_ops.distributed.sequence import chunks
 
 
 class Packed(NamedTuple):
@@ -201,21 +199,3 @@ def test_chunk_numbers_are_integers_and_not_bools():
     assert chunks((1, 0), 2) == ((1,), (0,))
     with pytest.raises(TypeError, match="a chunk number of layout"):
         chunks((True, False), 2)
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "head_tail", (3, 0, 1, 2)])
-def test_keys_of_other_documents_are_not_asked_for(layout):
-    generator = torch.Generator().manual_seed(3)
-    cuts = [torch.randperm(63, generator=generator)[:5].add(1).sort().values for _ in range(2)]
-    ids = torch.stack([torch.bucketize(torch.arange(64), cut, right=True) for cut in cuts])
-    spans = spans_of(sight_of(True, "bottom_right", (None, None), 64, 64), layout, 2)
-    read = _spans_of_documents((ids, ids), spans, layout, 2)
-    for rank, (before, after) in enumerate(zip(spans, read, strict=True)):
-        for run, span, found in zip(runs(layout, 2, rank, 32), before, after, strict=True):
-            seen = (ids[:, run.origin : run.origin + run.length, None] == ids[:, None, :]).any(0).any(0).nonzero()
-            first, stop = max(span[0], int(seen.min())), min(span[1], int(seen.max()) + 1)
-            assert found == (first, stop)
-    assert read != spans
-    returning = torch.where(torch.arange(64) == 63, 0, ids)  # document 0 has a position at the end again
-    assert _spans_of_documents((returning, returning), spans, layout, 2) == spans
-    assert _spans_of_documents((ids, ids.clone()), spans, layout, 2) == spans

@@ -36,6 +36,8 @@ class Case(NamedTuple):
     dim_v: int = 16
     dtype: torch.dtype = torch.float32
     prepared: bool = False
+    from_host: bool = False  # prepared for the device of the call, from tensors on the CPU
+    asked: str = "twice"  # of a mask that is prepared and of the call; "once": of the mask, "late": of the call
     compiled: str = ""  # the backend of torch.compile
     keywords: tuple[tuple[str, Any], ...] = ()
     sink: bool = False
@@ -206,15 +208,23 @@ def on_ranks(problem: Problem, case: Case) -> tuple[tuple[Tensor, ...], list[Ten
     own = parts(problem, case)
     qkv, bias, sink = split(own, case)
     cut = {"group": None, "layout": case.layout, "method": case.method}
-    more, mask = dict(problem.more), problem.part
+    more, mask, keywords = dict(problem.more), problem.part, dict(problem.keywords)
     if case.prepared:
         folded = {
             name: problem.keywords[name]
             for name in ("is_causal", "window_size", "causal_from")
             if name in problem.keywords
         }
+        if case.asked == "once":
+            keywords = {name: value for name, value in keywords.items() if name not in folded}
+        elif case.asked == "late":
+            folded = {}
         told = case.kind.partition("/")[0] not in ("padding", "keys", "cu_seqlens")  # by the mask or documents
         lengths = {} if told else {"seqlen_q": case.length}
+        if case.from_host:
+            mask = mask if mask is None else mask.cpu()
+            more = {name: ids.cpu() for name, ids in more.items()}
+            lengths["device"] = ranks.device()
         mask = prepare_context_mask(mask, **cut, **more, **folded, **lengths, read_documents=case.seed % 2 == 0)
         more = {}
     attend = context_parallel_attention
@@ -222,7 +232,7 @@ def on_ranks(problem: Problem, case: Case) -> tuple[tuple[Tensor, ...], list[Ten
         torch._dynamo.reset()
         attend = torch.compile(attend, fullgraph=True, dynamic=False, backend=case.compiled)
     torch.manual_seed(5 + dist.get_rank())  # the first rank's numbers count
-    outputs = attend(*qkv, mask, bias, sink=sink, return_lse=True, return_max=True, **cut, **more, **problem.keywords)
+    outputs = attend(*qkv, mask, bias, sink=sink, return_lse=True, return_max=True, **cut, **more, **keywords)
     grad = shard_sequence(problem.grad, None, layout=case.layout)
     return outputs, gradients(outputs, grad, grad.sum(-1).transpose(1, 2).to(outputs[1].dtype), own)
 

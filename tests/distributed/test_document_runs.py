@@ -1,0 +1,133 @@
+"""Documents whose ends the host reads: the mask of all queries of a rank in one, and calls with it."""
+
+import context_cases
+import pytest
+import torch
+from context_cases import CAUSAL, SLIDING, WINDOW, Case, assert_equal
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dmattn_ops import prepare_mask
+from dmattn_ops.distributed.document_runs import ascends, mask_of_rank, read_ends, spans_within
+from dmattn_ops.distributed.key_exchange import exchange_of
+from dmattn_ops.distributed.pieces import sight_of, spans_of
+from dmattn_ops.distributed.sequence import runs
+from dmattn_ops.distributed.team import Team
+
+LAYOUTS = ["head_tail", "contiguous", (0, 3, 5, 1, 2, 4)]
+CASES = {
+    "documents": Case("documents", batch=2, keywords=(CAUSAL,)),
+    "full documents": Case("documents", keywords=(WINDOW,), bias="keyk"),
+    "documents and padding": Case("padded_documents", keywords=(CAUSAL,), bias="keyq", sink=True),
+    "packed sequences": Case("cu_seqlens", keywords=(CAUSAL, SLIDING), dtype=torch.bfloat16, dim=64, dim_v=64),
+    "a bias of pairs": Case("documents", keywords=(CAUSAL,), bias="fullk"),
+    "dropout": Case("cu_seqlens", keywords=(CAUSAL, ("dropout_p", 0.3))),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("layout", [*LAYOUTS, (2, 1, 0, 3)], ids=str)
+def test_calls_with_documents_that_were_read_equal_one_process(two_ranks, case, layout):
+    case = CASES[case]._replace(prepared=True, layout=layout)
+    for asked in ("once", "twice", "late"):
+        assert_equal(two_ranks(context_cases.compare, case._replace(asked=asked)), case.dtype)
+
+
+@pytest.mark.parametrize("method", context_cases.METHODS)
+@pytest.mark.parametrize("read", [True, False])
+def test_masks_from_the_host_equal_one_process(two_ranks, method, read):
+    for kind in ("documents", "documents and padding", "packed sequences"):
+        case = CASES[kind]._replace(prepared=True, from_host=True, method=method, seed=0 if read else 1)
+        assert_equal(two_ranks(context_cases.compare, case), case.dtype)
+
+
+@pytest.mark.parametrize("kind", ["documents", "documents and padding"])
+def test_heads_that_travel_in_groups_equal_one_process(two_ranks, kind):
+    case = CASES[kind]._replace(prepared=True, heads=8, heads_kv=4)
+    assert_equal(two_ranks(context_cases.compare_in_groups_of_heads, case))
+
+
+class Calls(TorchDispatchMode):
+    """Counts the calls of operators by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def calls_of(case):
+    problem = context_cases.build(case, 2)
+    with Calls() as calls:
+        context_cases.on_ranks(problem, case)
+    return [calls.names.count(f"{name}.default") for name in ("forward", "backward", "list_tiles")]
+
+
+def test_all_queries_of_a_rank_are_one_call(two_ranks):
+    case = CASES["documents"]._replace(prepared=True, layout=(0, 2, 1, 3))
+    assert two_ranks(calls_of, case) == [[1, 1, 0]] * 2
+    assert two_ranks(calls_of, case._replace(layout=(2, 0, 1, 3))) == [[2, 2, 2]] * 2  # chunks that do not ascend
+    assert two_ranks(calls_of, case._replace(seed=1)) == [[2, 2, 2]] * 2  # ids that are not read
+    assert two_ranks(calls_of, case._replace(bias="fullk")) == [[2, 2, 0]] * 2
+
+
+def test_what_a_rank_sees_are_its_rows_and_columns_of_the_whole_mask():
+    generator = torch.Generator().manual_seed(3)
+
+    def drawn(low, high):
+        return int(torch.randint(low, high, (), generator=generator))
+
+    for number in range(120):
+        size, chunk = drawn(1, 5), drawn(1, 40)
+        layout = (*LAYOUTS[:2], tuple(range(3 * size)))[number % 3]
+        each = {"head_tail": 2, "contiguous": 1}.get(layout, 3)
+        seqlen, batch, heads = size * each * chunk, drawn(1, 3), drawn(1, 3)
+        ids = torch.stack([torch.rand(seqlen, generator=generator).lt(0.05).cumsum(0) for _ in range(batch)])
+        keep = torch.rand(drawn(1, batch + 1), heads, 1, seqlen, generator=generator) > 0.2 if number % 2 else None
+        window = (drawn(0, 50), drawn(0, 50)) if drawn(0, 2) else (None, None)
+        conditions = {"is_causal": bool(drawn(0, 2)), "window_size": window}
+        whole = prepare_mask(keep, documents=ids, **conditions).to_dense()
+        sight = sight_of(conditions["is_causal"], "bottom_right", window, seqlen, seqlen)
+        ends = read_ends((ids, ids))
+        spans = spans_within(ends, spans_of(sight, layout, size), layout, size)
+        for rank in range(size):
+            exchange = exchange_of(Team("", rank, size), layout, seqlen, spans)
+            mask = mask_of_rank(ends, keep, sight, exchange, ids.device)
+            own = torch.cat(
+                [torch.arange(run.origin, run.origin + run.length) for run in runs(layout, size, rank, seqlen // size)]
+            )
+            keys = torch.cat([torch.arange(*span) for span in exchange.needed[rank]])
+            assert torch.equal(mask.to_dense().expand(-1, whole.shape[1], -1, -1), whole[:, :, own][..., keys])
+            others = torch.ones(seqlen, dtype=torch.bool)
+            others[keys] = False
+            assert not whole[:, :, own][..., others].any()
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "head_tail", (3, 0, 1, 2)])
+def test_keys_of_other_documents_are_not_asked_for(layout):
+    generator = torch.Generator().manual_seed(3)
+    cuts = [torch.randperm(63, generator=generator)[:5].add(1).sort().values for _ in range(2)]
+    ids = torch.stack([torch.bucketize(torch.arange(64), cut, right=True) for cut in cuts])
+    spans = spans_of(sight_of(True, "bottom_right", (None, None), 64, 64), layout, 2)
+    read = spans_within(read_ends((ids, ids)), spans, layout, 2)
+    for rank, (before, after) in enumerate(zip(spans, read, strict=True)):
+        for run, span, found in zip(runs(layout, 2, rank, 32), before, after, strict=True):
+            seen = (ids[:, run.origin : run.origin + run.length, None] == ids[:, None, :]).any(0).any(0).nonzero()
+            first, stop = max(span[0], int(seen.min())), min(span[1], int(seen.max()) + 1)
+            assert found == (first, stop)
+    assert read != spans
+
+
+def test_ids_that_return_and_ids_of_queries_alone_are_not_read_as_runs():
+    ids = torch.tensor([[0, 0, 1, 1, 2]])
+    assert read_ends((ids, ids)) == ((0, 2, 4, 5),)
+    assert read_ends((ids, ids.clone())) is None
+    ids = torch.tensor([[0, 0, 1, 0]])
+    assert read_ends((ids, ids)) is None
+
+
+def test_only_chunks_in_order_are_rows_of_one_call():
+    assert ascends("head_tail", 4) and ascends("contiguous", 3) and ascends((0, 3, 1, 2), 2)
+    assert not ascends((3, 0, 1, 2), 2)
