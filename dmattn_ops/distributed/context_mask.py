@@ -124,8 +124,9 @@ def prepare_context_mask(
         method: "all_gather", "ulysses" or "ring": the call that uses the mask must name the same.
         is_causal, causal_from, window_size: as in `flash_dmattn_func`, for the lengths of the whole sequence.
         read_documents: read on the host where documents end, so that only keys of documents that a rank has queries of
-            travel. The host waits for the GPU once where ids or offsets are on it. Ids must be in one piece each. The numbers
-            become part of a compiled graph: use it in eager mode, or where all batches have the same documents.
+            travel, and "all_gather" computes all queries of a rank in one call. The host waits for the GPU once where ids or
+            offsets are on it. Ids must be in one piece each. The numbers become part of a compiled graph: use it in eager
+            mode, or where all batches have the same documents.
         device: where the mask is used; None: where its arguments are. With ids or offsets on the CPU and `device="cuda"`,
             `read_documents` waits for nothing, so that the host prepares a mask while the GPU computes the step before.
 

@@ -69,7 +69,7 @@ def mask_of_rank(
     before = [0, *accumulate(stop - first for first, stop in spans)]
     ahead = [first - place for (first, _), place in zip(spans, before, strict=False)]
     by_run = [list(column) for column in zip(*[(run.origin, run.local, run.length) for run in own], strict=True)]
-    stops, ahead_of, origins, places, lengths, *of_entries = _sent(
+    stops, ahead_of, origins, places, lengths, *of_entries = _numbers(
         [before[1:], ahead, *by_run, *map(list, ends)], device
     )
 
@@ -99,7 +99,7 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=True)
 
 
-def _sent(rows: list[list[int]], device: torch.device) -> tuple[Tensor, ...]:
+def _numbers(rows: list[list[int]], device: torch.device) -> tuple[Tensor, ...]:
     """Return rows of numbers on a device, by one copy."""
-    numbers = sent(torch.tensor([number for row in rows for number in row]), device)
+    numbers = sent(torch.tensor([number for row in rows for number in row], dtype=torch.int64), device)
     return numbers.split([len(row) for row in rows])

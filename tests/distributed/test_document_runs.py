@@ -7,6 +7,7 @@ from context_cases import CAUSAL, SLIDING, WINDOW, Case, assert_equal
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmattn_ops import prepare_mask
+from dmattn_ops.distributed import context_parallel_attention, prepare_context_mask, record_traffic
 from dmattn_ops.distributed.document_runs import ascends, mask_of_rank, read_ends, spans_within
 from dmattn_ops.distributed.key_exchange import exchange_of
 from dmattn_ops.distributed.pieces import sight_of, spans_of
@@ -71,6 +72,33 @@ def test_all_queries_of_a_rank_are_one_call(two_ranks):
     assert two_ranks(calls_of, case._replace(layout=(2, 0, 1, 3))) == [[2, 2, 2]] * 2  # chunks that do not ascend
     assert two_ranks(calls_of, case._replace(seed=1)) == [[2, 2, 2]] * 2  # ids that are not read
     assert two_ranks(calls_of, case._replace(bias="fullk")) == [[2, 2, 0]] * 2
+
+
+def traffic_of(case):
+    """Return the bytes that this rank receives in a forward, and in a backward."""
+    problem, found = context_cases.build(case, 2), []
+    inputs, mask = context_cases.parts(problem, case), None
+    conditions = dict(problem.keywords)
+    if case.prepared:
+        mask = prepare_context_mask(**problem.more, **conditions, group=None, layout=case.layout, read_documents=True)
+    with record_traffic() as traffic:
+        out = context_parallel_attention(*inputs, mask, group=None, layout=case.layout, **conditions)
+        found.append(traffic.received)
+        torch.autograd.grad(out, inputs, torch.ones_like(out))
+        found.append(traffic.received - found[0])
+    return found
+
+
+@pytest.mark.parametrize("kind", ["documents", "window"])
+def test_gradients_travel_as_they_are_where_none_meet(two_ranks, kind):
+    case = Case("documents" if kind == "documents" else "none", dtype=torch.bfloat16, prepared=kind == "documents")
+    conditions = (CAUSAL,) if kind == "documents" else (CAUSAL, SLIDING)
+    alone = case._replace(layout=(0, 2, 1, 3) if kind == "documents" else "contiguous", keywords=conditions)
+    forward, backward = map(sum, zip(*two_ranks(traffic_of, alone), strict=True))
+    assert backward == 2 * forward > 0  # keys again, and their gradients in bfloat16
+    met = alone._replace(layout=(2, 0, 1, 3))
+    forward, backward = map(sum, zip(*two_ranks(traffic_of, met), strict=True))
+    assert backward == 3 * forward > 0  # gradients in float32
 
 
 def test_what_a_rank_sees_are_its_rows_and_columns_of_the_whole_mask():
