@@ -160,8 +160,7 @@ def sample(device: str) -> Iterator[tuple[str, Callable[[], None]]]:
     for dim in (64, 256):
         yield f"packed keys D {dim}", partial(_packed_keys, device, dim, 40)
         yield f"a broken promise D {dim}", partial(_packed_keys, device, dim, 5)
-    yield "documents of a dynamic mask", partial(_dynamic, device)
-    yield "lists of many tiles", partial(_long_lists, device)
+    yield "dynamic masks and documents", partial(_dynamic, device)
     for dtype in (torch.bfloat16, torch.float32):
         yield f"chosen blocks {dtype}", partial(_chosen, device, dtype)
     yield "kept keys", partial(_kept, device)
@@ -239,12 +238,7 @@ def _dynamic(device: str) -> None:
         documents = (torch.arange(seqlen, device=device) // 400)[None]
         for more in ({}, {"documents": documents}, {"keep_first": 4, "keep_last": 20}, {"is_causal": False}):
             dmattn_ops.dynamic_mask(torch.randn(2, KV_HEADS, seqlen, device=device), 30, **more)  # type: ignore[arg-type]
-
-
-def _long_lists(device: str) -> None:
-    """List more tiles than the kernel that writes lists also sorts."""
-    documents = (torch.arange(3000, device=device) // 700)[None]
-    dmattn_ops.prepare_mask(documents=documents, is_causal=True)
+        dmattn_ops.prepare_mask(documents=documents, is_causal=True)  # more tiles than the kernel of lists sorts
 
 
 @contextlib.contextmanager
