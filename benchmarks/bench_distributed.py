@@ -227,9 +227,11 @@ def _document_runs(sizes: Sizes, device: torch.device, lengths: list[int]) -> li
     length = sizes.seqlen // dist.get_world_size()
     for layout_name, layout in (("head_tail", "head_tail"), ("contiguous", "contiguous"), ("balanced", balanced)):
         own = _parts(whole, layout)
-        told: dict[str, dict[str, Any]] = {"": {"cu_seqlens": offsets, "seqlen_q": length, "device": device}}
+        told: dict[str, dict[str, Any]] = {
+            ", offsets on the CPU": {"cu_seqlens": offsets, "seqlen_q": length, "device": device}
+        }
         if layout == balanced:
-            told[", ids on the GPU"] = {"documents": shard_sequence(ids, None, layout=layout)}
+            told[""] = {"documents": shard_sequence(ids, None, layout=layout)}
         for method, (end_of_name, documents) in product(("all_gather", "ring"), told.items()):
             cut: dict[str, Any] = {"group": None, "layout": layout, "method": method}
             prepare = partial(prepare_context_mask, **documents, **cut, is_causal=True, read_documents=True)

@@ -43,7 +43,7 @@ def agreed(function: str, group: Group | None, team: Team, describe: Callable[[]
         refusal, texts = error, {"refused": f"{type(error).__name__}: {error}"}
     own = _fingerprint(function, texts)
     members = process_group(group)
-    always = _has_cpu_backend(members)
+    always = has_cpu_backend(members)
     if not always and own in _seen.get(members, ()):
         return
     device = torch.device("cpu") if always else _own_gpu()
@@ -83,7 +83,8 @@ def _remember(members: ProcessGroup, own: int) -> None:
     seen[own] = None
 
 
-def _has_cpu_backend(members: ProcessGroup) -> bool:
+def has_cpu_backend(members: ProcessGroup) -> bool:
+    """Return whether the ranks of a group exchange tensors on the CPU."""
     return "cpu:" in dist.get_backend_config(members)
 
 

@@ -38,7 +38,7 @@ class Plan(NamedTuple):
     groups: int  # of key heads
     needs_max: bool
     reduce_dtype: torch.dtype
-    alone: bool  # every rank has one piece: no gradients meet before they are sent, so that they travel as they are
+    alone: bool  # every rank has one piece: no gradients meet before they travel, as they are. The same on all ranks
 
     def visible(self, masks: tuple[Tensor | None, ...], group: int, place: int) -> Visible:
         """Return the mask and band of a piece; `masks` are the tensors of all pieces of all groups."""

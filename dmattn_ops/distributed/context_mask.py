@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from dmattn_ops import symbolic
 from dmattn_ops.bands import CausalFrom, Window, visibility
 from dmattn_ops.checks import require, validation
 from dmattn_ops.distributed import agreement
-from dmattn_ops.distributed.document_runs import Ends, ascends, mask_of_rank, read_ends, sent, spans_within
+from dmattn_ops.distributed.document_runs import Ends, ascends, mask_of_rank, read_ends, spans_within
 from dmattn_ops.distributed.key_exchange import KeyExchange, exchange_of
-from dmattn_ops.distributed.mask_source import Source, is_per_key, source_of
+from dmattn_ops.distributed.mask_source import Source, is_per_key, sent, source_of
 from dmattn_ops.distributed.pieces import Piece, Sight, Spans, sight_of, spans_of
 from dmattn_ops.distributed.sequence import Layout, Run, check_length, check_offsets, runs
-from dmattn_ops.distributed.team import Group, Team, team_of
+from dmattn_ops.distributed.team import Group, Team, process_group, team_of
 from dmattn_ops.masks.documents import id_pair
 from dmattn_ops.masks.prepare import Documents, prepare_mask
 from dmattn_ops.masks.tile_mask import TileMask
@@ -29,13 +31,15 @@ METHODS = ("all_gather", "ulysses", "ring")
 class ContextMask:
     """A rank's share of a mask, made by `prepare_context_mask` once and used by many layers."""
 
-    parts: tuple[TileMask, ...]  # of each piece that the rank computes, in their order; `in_one`: of all of them
+    parts: tuple[
+        TileMask, ...
+    ]  # of each piece that the rank computes, in their order; or, with `one_call`, of all of them
     team: Team
     layout: Layout
     method: str
     sight: Sight
     spans: Spans
-    in_one: bool = False  # on all ranks alike
+    one_call: bool = False  # all queries of a rank are one call, on all ranks alike
 
     @property
     def nbytes(self) -> int:
@@ -50,7 +54,8 @@ class ContextMask:
     @property
     def of_all_ranks(self) -> str:
         """Text of what the shares of all ranks have in common. Kinds of parts may differ, and a rank may have none."""
-        return f"ContextMask(method={self.method!r}, layout={self.layout!r}, {self.sight}, {self.spans}, {self.in_one})"
+        made = f"method={self.method!r}, layout={self.layout!r}, one_call={self.one_call}"
+        return f"ContextMask({made}, {self.sight}, {self.spans})"
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> ContextMask:
         """Return the mask on another device."""
@@ -63,15 +68,26 @@ class ContextMask:
         `by_position` says that where queries and keys lie decides more than what is visible, so that pieces stay apart.
         """
         work = work_of(self.method, self.sight, self.spans, self.layout, self.team)
-        if not self.in_one:
+        if not self.one_call:
             return work, self.parts
         [whole] = self.parts
-        if not by_position and sight in (self.sight, self.sight._replace(is_causal=False, window=(None, None))):
-            return Work((Piece(0, 0, whole.seqlen_q, 0, 0, whole.seqlen_k, 0),), (1,), work.exchange, True), self.parts
-        return work, tuple(
-            whole.queries(piece.row, piece.row + piece.rows).keys(piece.column, piece.column + piece.columns)
-            for piece in work.pieces
-        )
+        if not by_position and sight.band(0, 0).contains(self.sight.band(0, 0)):
+            piece = Piece(0, 0, whole.seqlen_q, 0, 0, whole.seqlen_k, 0)
+            return Work((piece,), (1,), work.exchange, one_call=True), self.parts
+        cut = None if is_compiling() else _cut.get(self)
+        if cut is None:
+            cut = tuple(
+                whole.queries(piece.row, piece.row + piece.rows).keys(piece.column, piece.column + piece.columns)
+                for piece in work.pieces
+            )
+            if not is_compiling():
+                _cut[self] = cut
+        return work, cut
+
+
+_cut: WeakKeyDictionary[ContextMask, tuple[TileMask, ...]] = (
+    WeakKeyDictionary()
+)  # masks of one call, for calls in pieces
 
 
 class Work(NamedTuple):
@@ -80,7 +96,7 @@ class Work(NamedTuple):
     pieces: tuple[Piece, ...]
     per_step: tuple[int, ...]
     exchange: KeyExchange | None  # for all_gather
-    in_one: bool = False  # one piece has all queries and all keys at hand, and a mask that says all
+    one_call: bool = False  # one piece has all queries and all keys at hand, and its mask says all that hides keys
 
     def steps(self) -> tuple[tuple[Piece, ...], ...]:
         """Return the pieces of each step."""
@@ -124,11 +140,13 @@ def prepare_context_mask(
         method: "all_gather", "ulysses" or "ring": the call that uses the mask must name the same.
         is_causal, causal_from, window_size: as in `flash_dmattn_func`, for the lengths of the whole sequence.
         read_documents: read on the host where documents end, so that only keys of documents that a rank has queries of
-            travel, and "all_gather" computes all queries of a rank in one call. The host waits for the GPU once where ids or
-            offsets are on it. Ids must be in one piece each. The numbers become part of a compiled graph: use it in eager
-            mode, or where all batches have the same documents.
+            travel. Ids must be in one piece each. With method "all_gather", chunks that ascend on each rank and no mask but
+            padding, all queries of a rank are then one call, unless that has dropout, a bias for each pair or a condition
+            that was not given here. The host waits for the GPU once where ids or offsets are on it. The numbers become part
+            of a compiled graph: use it in eager mode, or where all batches have the same documents.
         device: where the mask is used; None: where its arguments are. With ids or offsets on the CPU and `device="cuda"`,
-            `read_documents` waits for nothing, so that the host prepares a mask while the GPU computes the step before.
+            `read_documents` does not wait for the GPU, so that the host prepares a mask while that computes the step before.
+            This needs a group with a CPU backend ("cpu:gloo,cuda:nccl"), by which ids are gathered and requests compared.
 
     Raises:
         ValueError, TypeError: as `prepare_mask`, and for lengths that do not fit the layout.
@@ -143,6 +161,7 @@ def prepare_context_mask(
 
     def describe() -> dict[str, str]:
         asked.append(_checked(named, team))
+        _check_backend(mask, documents, group, team)
         texts = {name: agreement.text_of(argument) for name, argument in named.items()}
         return texts | {"device": "None" if device is None else torch.device(device).type}
 
@@ -155,14 +174,14 @@ def prepare_context_mask(
         spans = spans_within(ends, spans, layout, team.size)
     work = work_of(method, sight, spans, layout, team)
     if ends is not None and work.exchange is not None and ascends(layout, team.size) and source.of_keys:
-        part = _in_one(source, ends, sight, work.exchange, device)
+        part = _of_one_call(source, ends, sight, work.exchange, device)
         return ContextMask((part,), team, layout, method, sight, spans, True)
     if device is not None:
         source = source.to(torch.device(device))
     return ContextMask(parts_of(source, sight, work.pieces), team, layout, method, sight, spans)
 
 
-def _in_one(
+def _of_one_call(
     source: Source, ends: Ends, sight: Sight, exchange: KeyExchange, device: torch.device | str | None
 ) -> TileMask:
     """Return the mask of all queries of this rank and of all keys that it has at hand."""
@@ -217,6 +236,19 @@ def _check_sizes(
         for name, others in (("documents", pair[:1]), ("cu_seqlens", () if cu_seqlens is None else (cu_seqlens,))):
             for other in others:
                 require.device(name, other, part.device, "mask")
+
+
+def _check_backend(
+    mask: Tensor | TileMask | None, documents: Documents | None, group: Group | None, team: Team
+) -> None:
+    """Refuse tensors on the CPU that the group has no backend to gather."""
+    gathered = [*((mask,) if isinstance(mask, Tensor) else ()), *(() if documents is None else id_pair(documents))]
+    on_cpu = team.size > 1 and any(part.device.type == "cpu" for part in gathered)
+    if on_cpu and not is_compiling() and not agreement.has_cpu_backend(process_group(group)):
+        raise ValueError(
+            "documents and masks on the CPU need a group with a CPU backend, got one without: initialise it with"
+            ' init_process_group("cpu:gloo,cuda:nccl")'
+        )
 
 
 def check_choice(method: str, choices: tuple[str, ...]) -> None:

@@ -307,12 +307,12 @@ def _by_fetching(
     for group in range(groups):
         for part, piece in zip(parts, work.pieces, strict=True):
             own = _of_group(part, group, groups)
-            visible = visible_by(own, NO_BAND, piece) if work.in_one else _visible(of, own, piece)
+            visible = visible_by(own, NO_BAND, piece) if work.one_call else _visible(of, own, piece)
             tensors += visible.tensors
             if group == 0:
                 limits.append(visible[1:])
     bias = BiasPlan(_is_per_key(of), work.exchange, by_position=False)
-    alone = work.in_one or all(
+    alone = work.one_call or all(
         len(runs(of.layout, of.team.size, rank, of.query.shape[1])) == 1 for rank in range(of.team.size)
     )
     plan = Plan(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dmattn_ops.distributed.key_exchange import KeyExchange
+from dmattn_ops.distributed.mask_source import sent
 from dmattn_ops.distributed.pieces import Sight, Spans
 from dmattn_ops.distributed.sequence import Layout, Run, runs
 from dmattn_ops.masks.tile_mask import TileMask, from_intervals
@@ -61,7 +62,7 @@ def mask_of_rank(
 ) -> TileMask:
     """Return which of all queries of this rank see which keys of its buffer, as intervals.
 
-    `keep` `[B|1, Hm, 1, Sk]` says which keys any query sees. Conditions of `sight` are folded in. Nothing is read from the device.
+    `keep` `[B|1, 1, 1, Sk]` says which keys any query sees. Conditions of `sight` are folded in. Nothing is read from the device.
     """
     team = exchange.team
     own = runs(exchange.layout, team.size, team.rank, sight.seqlen_q // team.size)
@@ -91,12 +92,6 @@ def mask_of_rank(
         end = torch.where(keep[:, :, 0, keys], end, start)
         start = start.expand_as(end).contiguous()
     return from_intervals((start, end), None, None, sight.seqlen_q // team.size)
-
-
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device, without waiting for what a GPU computes: only pinned memory is copied behind that."""
-    pinned = device.type == "cuda" and tensor.device.type == "cpu"
-    return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=True)
 
 
 def _numbers(rows: list[list[int]], device: torch.device) -> tuple[Tensor, ...]:

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dmattn_ops.distributed.document_runs import sent
 from dmattn_ops.distributed.pieces import Sight
 from dmattn_ops.distributed.sequence import Layout, in_order
 from dmattn_ops.distributed.team import Team, all_ranks
@@ -31,11 +30,11 @@ class Source(NamedTuple):
 
     @property
     def of_keys(self) -> bool:
-        """Whether the mask beside documents, if any, is one of keys alone."""
-        return self.mask is None or (isinstance(self.mask, Tensor) and self.mask.shape[2] == 1)
+        """Whether the mask beside documents, if any, is one of keys alone, the same for all heads."""
+        return self.mask is None or (isinstance(self.mask, Tensor) and tuple(self.mask.shape[1:3]) == (1, 1))
 
     def to(self, device: torch.device) -> Source:
-        """Return the source on a device. What comes from the host travels while the device computes what it was given before."""
+        """Return the source on a device."""
         documents = self.documents
         if documents is not None:
             of_queries = sent(documents[0], device)
@@ -103,3 +102,10 @@ def _whole(part: Tensor, dim: int, team: Team, layout: Layout) -> Tensor:
 
 def _bounds(own: slice, size: int) -> tuple[int, int]:
     return (0, size) if own.start is None else (own.start, own.stop)
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device. A GPU gets it behind what it was given to compute before, and the host does not wait."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return (tensor.pin_memory() if tensor.device.type == "cpu" else tensor).to(device, non_blocking=True)

@@ -142,7 +142,7 @@ def remembered():
     gathered, gather, query = [], agreement._all_gather, part(80)
     own = dist.new_group([0, 1])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "_has_cpu_backend", lambda members: False)
+        patch.setattr(agreement, "has_cpu_backend", lambda members: False)
         patch.setattr(agreement, "_own_gpu", ranks.device)
         patch.setattr(agreement, "_all_gather", lambda *tensors, **more: gathered.append(1) or gather(*tensors, **more))
         patch.setattr(agreement, "MAX_SEEN", 2)

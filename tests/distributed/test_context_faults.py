@@ -258,7 +258,7 @@ def compared_where_new():
 
     query, before = part(72), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "_has_cpu_backend", lambda members: False)
+        patch.setattr(agreement, "has_cpu_backend", lambda members: False)
         patch.setattr(agreement, "_own_gpu", ranks.device)
         patch.setattr(agreement, "_all_gather", counted)
         for scale in (0.1, 0.1, 0.2, 0.1):

@@ -2,12 +2,14 @@
 
 import context_cases
 import pytest
+import ranks
 import torch
+import torch.distributed as dist
 from context_cases import CAUSAL, SLIDING, WINDOW, Case, assert_equal
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmattn_ops import prepare_mask
-from dmattn_ops.distributed import context_parallel_attention, prepare_context_mask, record_traffic
+from dmattn_ops.distributed import agreement, context_parallel_attention, prepare_context_mask, record_traffic
 from dmattn_ops.distributed.document_runs import ascends, mask_of_rank, read_ends, spans_within
 from dmattn_ops.distributed.key_exchange import exchange_of
 from dmattn_ops.distributed.pieces import sight_of, spans_of
@@ -18,7 +20,7 @@ LAYOUTS = ["head_tail", "contiguous", (0, 3, 5, 1, 2, 4)]
 CASES = {
     "documents": Case("documents", batch=2, keywords=(CAUSAL,)),
     "full documents": Case("documents", keywords=(WINDOW,), bias="keyk"),
-    "documents and padding": Case("padded_documents", keywords=(CAUSAL,), bias="keyq", sink=True),
+    "documents and padding": Case("padded_documents", batch=2, keywords=(CAUSAL,), bias="keyq", sink=True),
     "packed sequences": Case("cu_seqlens", keywords=(CAUSAL, SLIDING), dtype=torch.bfloat16, dim=64, dim_v=64),
     "a bias of pairs": Case("documents", keywords=(CAUSAL,), bias="fullk"),
     "dropout": Case("cu_seqlens", keywords=(CAUSAL, ("dropout_p", 0.3))),
@@ -36,7 +38,8 @@ def test_calls_with_documents_that_were_read_equal_one_process(two_ranks, case, 
 @pytest.mark.parametrize("method", context_cases.METHODS)
 @pytest.mark.parametrize("read", [True, False])
 def test_masks_from_the_host_equal_one_process(two_ranks, method, read):
-    for kind in ("documents", "documents and padding", "packed sequences"):
+    gathered = () if ranks.backend_for(2) == "nccl" else ("documents", "documents and padding")  # it has no CPU backend
+    for kind in (*gathered, "packed sequences"):
         case = CASES[kind]._replace(prepared=True, from_host=True, method=method, seed=0 if read else 1)
         assert_equal(two_ranks(context_cases.compare, case), case.dtype)
 
@@ -72,6 +75,52 @@ def test_all_queries_of_a_rank_are_one_call(two_ranks):
     assert two_ranks(calls_of, case._replace(layout=(2, 0, 1, 3))) == [[2, 2, 2]] * 2  # chunks that do not ascend
     assert two_ranks(calls_of, case._replace(seed=1)) == [[2, 2, 2]] * 2  # ids that are not read
     assert two_ranks(calls_of, case._replace(bias="fullk")) == [[2, 2, 0]] * 2
+    assert two_ranks(calls_of, case._replace(asked="once")) == [[1, 1, 0]] * 2
+    assert two_ranks(calls_of, case._replace(asked="late")) == [[2, 2, 0]] * 2
+    assert two_ranks(calls_of, case._replace(asked="partly", keywords=(CAUSAL, SLIDING))) == [[1, 1, 0]] * 2
+
+
+def devices_of(read):
+    """Return where the parts of masks are that are prepared of padding and of ids and offsets on the CPU."""
+    ids, keep, offsets = (
+        torch.zeros(1, 64, dtype=torch.int32),
+        torch.ones(1, 64, dtype=torch.bool),
+        torch.tensor([0, 50, 128], dtype=torch.int32),
+    )
+    cut = {"group": None, "read_documents": read, "device": "meta"}
+    made = (
+        prepare_context_mask(documents=ids, **cut),
+        prepare_context_mask(keep, documents=ids, **cut),
+        prepare_context_mask(cu_seqlens=offsets, seqlen_q=64, is_causal=True, **cut),
+    )
+    return [part.device.type for mask in made for part in mask.parts]
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_masks_are_prepared_where_they_are_used(two_ranks, read):
+    assert {device for devices in two_ranks(devices_of, read) for device in devices} == {"meta"}
+
+
+def refused_without_a_backend():
+    """Return what is said of ids and of padding on the CPU where the group has no backend for them."""
+    ids, said = torch.zeros(1, 64, dtype=torch.int32), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "has_cpu_backend", lambda members: False)
+        patch.setattr(agreement, "_own_gpu", lambda: torch.device("cpu"))
+        for arguments in ({"documents": ids}, {"mask": ids}):
+            try:
+                prepare_context_mask(**arguments, group=None)
+            except ValueError as error:
+                said.append(str(error))
+    dist.barrier()
+    return said
+
+
+def test_a_group_without_a_backend_for_the_cpu_gathers_nothing_from_there(two_ranks):
+    if ranks.backend_for(2) == "nccl":
+        pytest.skip("compares requests by the GPU")
+    for said in two_ranks(refused_without_a_backend):
+        assert len(said) == 2 and all("need a group with a CPU backend" in each for each in said)
 
 
 def traffic_of(case):
@@ -109,11 +158,12 @@ def test_what_a_rank_sees_are_its_rows_and_columns_of_the_whole_mask():
 
     for number in range(120):
         size, chunk = drawn(1, 5), drawn(1, 40)
-        layout = (*LAYOUTS[:2], tuple(range(3 * size)))[number % 3]
+        strided = tuple(chunk for rank in range(size) for chunk in range(rank, 3 * size, size))
+        layout = (*LAYOUTS[:2], strided)[number % 3]
         each = {"head_tail": 2, "contiguous": 1}.get(layout, 3)
-        seqlen, batch, heads = size * each * chunk, drawn(1, 3), drawn(1, 3)
+        seqlen, batch = size * each * chunk, drawn(1, 3)
         ids = torch.stack([torch.rand(seqlen, generator=generator).lt(0.05).cumsum(0) for _ in range(batch)])
-        keep = torch.rand(drawn(1, batch + 1), heads, 1, seqlen, generator=generator) > 0.2 if number % 2 else None
+        keep = torch.rand(drawn(1, batch + 1), 1, 1, seqlen, generator=generator) > 0.2 if number % 2 else None
         window = (drawn(0, 50), drawn(0, 50)) if drawn(0, 2) else (None, None)
         conditions = {"is_causal": bool(drawn(0, 2)), "window_size": window}
         whole = prepare_mask(keep, documents=ids, **conditions).to_dense()
@@ -127,7 +177,7 @@ def test_what_a_rank_sees_are_its_rows_and_columns_of_the_whole_mask():
                 [torch.arange(run.origin, run.origin + run.length) for run in runs(layout, size, rank, seqlen // size)]
             )
             keys = torch.cat([torch.arange(*span) for span in exchange.needed[rank]])
-            assert torch.equal(mask.to_dense().expand(-1, whole.shape[1], -1, -1), whole[:, :, own][..., keys])
+            assert torch.equal(mask.to_dense(), whole[:, :, own][..., keys])
             others = torch.ones(seqlen, dtype=torch.bool)
             others[keys] = False
             assert not whole[:, :, own][..., others].any()

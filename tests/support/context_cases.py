@@ -37,7 +37,9 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float32
     prepared: bool = False
     from_host: bool = False  # prepared for the device of the call, from tensors on the CPU
-    asked: str = "twice"  # of a mask that is prepared and of the call; "once": of the mask, "late": of the call
+    asked: str = (
+        "twice"  # of a prepared mask and of the call; "once", "partly" (windows): of the mask; "late": of the call
+    )
     compiled: str = ""  # the backend of torch.compile
     keywords: tuple[tuple[str, Any], ...] = ()
     sink: bool = False
@@ -144,8 +146,9 @@ def conditions(case: Case, rows: int, columns: int, device: torch.device) -> tup
         torch.tensor(sorted({columns // 7, columns // 3, max(0, columns - 9)}), device=device),
         right=True,
     )
-    if name == "documents":
-        ids = ids.unsqueeze(0).repeat(case.batch, 1)
+    if name == "documents":  # of other lengths in each batch entry
+        shifts = [min(entry * 5, columns) for entry in range(case.batch)]
+        ids = torch.stack([torch.cat((ids[shift:], ids[-1:].repeat(shift))) for shift in shifts])
         mask = prepare_mask(documents=ids, **causal)
         return mask, None, {"documents": shard_sequence(ids, **cut)}, keywords
     if name == "two_kinds":  # of queries, and of keys
@@ -217,6 +220,8 @@ def on_ranks(problem: Problem, case: Case) -> tuple[tuple[Tensor, ...], list[Ten
         }
         if case.asked == "once":
             keywords = {name: value for name, value in keywords.items() if name not in folded}
+        elif case.asked == "partly":
+            keywords.pop("window_size")
         elif case.asked == "late":
             folded = {}
         told = case.kind.partition("/")[0] not in ("padding", "keys", "cu_seqlens")  # by the mask or documents
