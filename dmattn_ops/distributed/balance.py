@@ -35,8 +35,7 @@ def balanced_layout(mask: TileMask, group: Group | None, *, chunks_per_rank: int
         raise ValueError(
             f"the sequence must be a multiple of {size} ranks times {chunks_per_rank} chunks long, got {mask.seqlen_q}"
         )
-    work = work_of_queries(mask).view(count, -1).sum(1).tolist()
-    return dealt([float(each) for each in work], size)
+    return dealt(work_of_queries(mask).view(count, -1).sum(1).tolist(), size)
 
 
 def dealt(work: list[float], size: int) -> tuple[int, ...]:

@@ -14,9 +14,9 @@ from dmattn_ops import symbolic
 from dmattn_ops.bands import CausalFrom, Window, visibility
 from dmattn_ops.checks import require, validation
 from dmattn_ops.distributed import agreement
-from dmattn_ops.distributed.document_runs import Ends, ascends, mask_of_rank, read_ends, spans_within
+from dmattn_ops.distributed.document_runs import Ends, ascends, mask_of_rank, read_ends, read_offsets, spans_within
 from dmattn_ops.distributed.key_exchange import KeyExchange, exchange_of
-from dmattn_ops.distributed.mask_source import Source, is_per_key, sent, source_of
+from dmattn_ops.distributed.mask_source import Source, is_per_key, source_of
 from dmattn_ops.distributed.pieces import Piece, Sight, Spans, sight_of, spans_of
 from dmattn_ops.distributed.sequence import Layout, Run, check_length, check_offsets, runs
 from dmattn_ops.distributed.team import Group, Team, process_group, team_of
@@ -31,9 +31,7 @@ METHODS = ("all_gather", "ulysses", "ring")
 class ContextMask:
     """A rank's share of a mask, made by `prepare_context_mask` once and used by many layers."""
 
-    parts: tuple[
-        TileMask, ...
-    ]  # of each piece that the rank computes, in their order; or, with `one_call`, of all of them
+    parts: tuple[TileMask, ...]  # of each piece that the rank computes, in their order; with `one_call` one of all
     team: Team
     layout: Layout
     method: str
@@ -85,9 +83,8 @@ class ContextMask:
         return work, cut
 
 
-_cut: WeakKeyDictionary[ContextMask, tuple[TileMask, ...]] = (
-    WeakKeyDictionary()
-)  # masks of one call, for calls in pieces
+# The parts of pieces, cut of masks of one call.
+_cut: WeakKeyDictionary[ContextMask, tuple[TileMask, ...]] = WeakKeyDictionary()
 
 
 class Work(NamedTuple):
@@ -169,26 +166,24 @@ def prepare_context_mask(
     sight = asked[0]
     source = source_of(mask, documents, cu_seqlens, team, layout, method, sight)
     spans = spans_of(sight, layout, team.size)
-    ends = read_ends(source.documents) if read_documents and source.documents is not None else None
+    ends = _read(source, sight.seqlen_k) if read_documents else None
     if ends is not None:
         spans = spans_within(ends, spans, layout, team.size)
-    work = work_of(method, sight, spans, layout, team)
-    if ends is not None and work.exchange is not None and ascends(layout, team.size) and source.of_keys:
-        part = _of_one_call(source, ends, sight, work.exchange, device)
-        return ContextMask((part,), team, layout, method, sight, spans, True)
     if device is not None:
         source = source.to(torch.device(device))
+    work = work_of(method, sight, spans, layout, team)
+    if ends is not None and work.exchange is not None and source.of_keys and ascends(layout, team.size):
+        keep = source.mask if isinstance(source.mask, Tensor) else None
+        whole = mask_of_rank(ends, keep, sight, work.exchange, source.device)
+        return ContextMask((whole,), team, layout, method, sight, spans, one_call=True)
     return ContextMask(parts_of(source, sight, work.pieces), team, layout, method, sight, spans)
 
 
-def _of_one_call(
-    source: Source, ends: Ends, sight: Sight, exchange: KeyExchange, device: torch.device | str | None
-) -> TileMask:
-    """Return the mask of all queries of this rank and of all keys that it has at hand."""
-    assert source.documents is not None
-    target = source.documents[0].device if device is None else torch.device(device)
-    keep = sent(source.mask, target) if isinstance(source.mask, Tensor) else None
-    return mask_of_rank(ends, keep, sight, exchange, target)
+def _read(source: Source, seqlen: int) -> Ends | None:
+    """Return where documents end, read on the host; None where there are none, or they are not one run each."""
+    if source.offsets is not None:
+        return read_offsets(source.offsets, seqlen)
+    return None if source.documents is None else read_ends(source.documents)
 
 
 def _checked(named: dict[str, Any], team: Team) -> Sight:
@@ -339,12 +334,12 @@ def in_one_piece(pieces: list[Piece], sight: Sight, own: tuple[Run, ...], theirs
 
 def parts_of(source: Source, sight: Sight, pieces: tuple[Piece, ...]) -> tuple[TileMask, ...]:
     """Return the mask of each piece, with the band folded in."""
-    return tuple(_part(source, sight, piece) for piece in pieces)
+    ids = source.ids(sight.seqlen_k)
+    return tuple(_part(source.mask, ids, sight, piece) for piece in pieces)
 
 
-def _part(source: Source, sight: Sight, piece: Piece) -> TileMask:
+def _part(mask: Tensor | TileMask | None, ids: tuple[Tensor, Tensor] | None, sight: Sight, piece: Piece) -> TileMask:
     queries, keys = (piece.query, piece.query + piece.rows), (piece.key, piece.key + piece.columns)
-    mask = source.mask
     if isinstance(mask, TileMask):
         if queries != (0, mask.seqlen_q):
             mask = mask.queries(*queries)
@@ -355,8 +350,8 @@ def _part(source: Source, sight: Sight, piece: Piece) -> TileMask:
         rows = slice(None) if mask.shape[2] == 1 else slice(piece.row, piece.row + piece.rows)
         mask = mask[:, :, rows, slice(*keys)]
     documents = None
-    if source.documents is not None:
-        documents = source.documents[0][:, slice(*queries)], source.documents[1][:, slice(*keys)]
+    if ids is not None:
+        documents = ids[0][:, slice(*queries)], ids[1][:, slice(*keys)]
     known = documents is not None or (mask is not None and mask.shape[2] != 1)
     return prepare_mask(
         mask,

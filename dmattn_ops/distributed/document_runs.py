@@ -35,6 +35,12 @@ def read_ends(documents: tuple[Tensor, Tensor]) -> Ends | None:
     return tuple(ends)
 
 
+def read_offsets(offsets: Tensor, seqlen: int) -> Ends:
+    """Return where packed sequences end that are not empty, read from their offsets."""
+    inside = [end for end in offsets.tolist() if 0 < end < seqlen]  # those of a GPU are not checked
+    return (tuple(sorted({0, *inside, seqlen})),)
+
+
 def spans_within(ends: Ends, spans: Spans, layout: Layout, size: int) -> Spans:
     """Return spans that begin and end with the documents of their queries."""
 

@@ -18,20 +18,34 @@ from dmattn_ops.masks.tile_mask import TileMask
 class Source(NamedTuple):
     """A mask of the whole sequence, as far as this rank has to know it, before it is cut into pieces."""
 
-    mask: (
-        Tensor | TileMask | None
-    )  # per key `[B|1, Hm, 1, Sk]`, rows of this rank `[B|1, Hm, rows, Sk]`, or of everything
-    documents: tuple[Tensor, Tensor] | None  # of all queries and of all keys
+    # Per key `[B|1, Hm, 1, Sk]`, rows of this rank `[B|1, Hm, rows, Sk]`, or of everything.
+    mask: Tensor | TileMask | None
+    documents: tuple[Tensor, Tensor] | None  # ids of all queries and of all keys
+    offsets: Tensor | None  # of packed sequences, instead of ids
 
     @property
     def nothing(self) -> bool:
         """Whether only causal and window conditions hide keys."""
-        return self.mask is None and self.documents is None
+        return self.mask is None and self.documents is None and self.offsets is None
 
     @property
     def of_keys(self) -> bool:
         """Whether the mask beside documents, if any, is one of keys alone, the same for all heads."""
         return self.mask is None or (isinstance(self.mask, Tensor) and tuple(self.mask.shape[1:3]) == (1, 1))
+
+    @property
+    def device(self) -> torch.device:
+        """The device of documents or of offsets, of which there are some."""
+        told = (self.offsets, *(self.documents or ()))
+        return next(tensor.device for tensor in told if tensor is not None)
+
+    def ids(self, seqlen: int) -> tuple[Tensor, Tensor] | None:
+        """Return the ids of all queries and of all keys; those of packed sequences are their numbers."""
+        if self.offsets is None:
+            return self.documents
+        places = torch.arange(seqlen, device=self.offsets.device)
+        of_all = torch.bucketize(places, self.offsets[1:], right=True, out_int32=True).unsqueeze(0)
+        return of_all, of_all
 
     def to(self, device: torch.device) -> Source:
         """Return the source on a device."""
@@ -42,7 +56,7 @@ class Source(NamedTuple):
         mask = self.mask
         if mask is not None:
             mask = sent(mask, device) if isinstance(mask, Tensor) else mask.to(device)
-        return Source(mask, documents)
+        return Source(mask, documents, None if self.offsets is None else sent(self.offsets, device))
 
 
 def source_of(
@@ -56,11 +70,7 @@ def source_of(
 ) -> Source:
     """Return the description of a mask that this rank needs. It gathers the parts about keys, so all ranks call it alike."""
     ids: tuple[Tensor, Tensor] | None = None
-    if cu_seqlens is not None:
-        places = torch.arange(sight.seqlen_k, device=cu_seqlens.device)
-        of_all = torch.bucketize(places, cu_seqlens[1:], right=True, out_int32=True).unsqueeze(0)
-        ids = of_all, of_all
-    elif documents is not None:
+    if documents is not None:
         pair = id_pair(documents)
         of_queries = _whole(pair[0], 1, team, layout)
         ids = of_queries, of_queries if pair[1] is pair[0] else _whole(pair[1], 1, team, layout)
@@ -68,7 +78,7 @@ def source_of(
         mask = _whole_tensor(mask, team, layout, method, sight)
     elif mask is not None and method == "ulysses":
         mask = mask.heads(*_bounds(own_heads(mask.shape[1], team), mask.shape[1]))
-    return Source(mask, ids)
+    return Source(mask, ids, cu_seqlens)
 
 
 def _whole_tensor(mask: Tensor, team: Team, layout: Layout, method: str, sight: Sight) -> Tensor:

@@ -5,12 +5,12 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from called_operators import Called
 from context_cases import CAUSAL, SLIDING, WINDOW, Case, assert_equal
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmattn_ops import prepare_mask
 from dmattn_ops.distributed import agreement, context_parallel_attention, prepare_context_mask, record_traffic
-from dmattn_ops.distributed.document_runs import ascends, mask_of_rank, read_ends, spans_within
+from dmattn_ops.distributed.document_runs import ascends, mask_of_rank, read_ends, read_offsets, spans_within
 from dmattn_ops.distributed.key_exchange import exchange_of
 from dmattn_ops.distributed.pieces import sight_of, spans_of
 from dmattn_ops.distributed.sequence import runs
@@ -50,23 +50,11 @@ def test_heads_that_travel_in_groups_equal_one_process(two_ranks, kind):
     assert_equal(two_ranks(context_cases.compare_in_groups_of_heads, case))
 
 
-class Calls(TorchDispatchMode):
-    """Counts the calls of operators by name."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 def calls_of(case):
     problem = context_cases.build(case, 2)
-    with Calls() as calls:
+    with Called() as called:
         context_cases.on_ranks(problem, case)
-    return [calls.names.count(f"{name}.default") for name in ("forward", "backward", "list_tiles")]
+    return [called.names.count(f"dmattn.{name}.default") for name in ("forward", "backward", "list_tiles")]
 
 
 def test_all_queries_of_a_rank_are_one_call(two_ranks):
@@ -204,6 +192,11 @@ def test_ids_that_return_and_ids_of_queries_alone_are_not_read_as_runs():
     assert read_ends((ids, ids.clone())) is None
     ids = torch.tensor([[0, 0, 1, 0]])
     assert read_ends((ids, ids)) is None
+
+
+def test_offsets_are_ends_but_of_empty_sequences():
+    assert read_offsets(torch.tensor([0, 0, 2, 2, 4, 5]), 5) == ((0, 2, 4, 5),)
+    assert read_offsets(torch.tensor([0, 0]), 0) == ((0,),)
 
 
 def test_only_chunks_in_order_are_rows_of_one_call():

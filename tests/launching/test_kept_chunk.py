@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 pytest.importorskip("triton.experimental.gluon")
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmattn_ops import KeptKeys
 from dmattn_ops.dispatch import run
 from dmattn_ops.launching import plans
+from tests.support.called_operators import Called
 from tests.support.hopper_launches import pretended_launches
 
 SIZE = 4096
-
-
-class Called(TorchDispatchMode):
-    """Lists the operators that are called, each by its name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        self.names.append(str(operator))
-        return operator(*arguments, **(keywords or {}))
 
 
 def test_a_chunk_is_repeated_by_two_plans(monkeypatch: pytest.MonkeyPatch) -> None:

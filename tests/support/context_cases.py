@@ -37,9 +37,8 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float32
     prepared: bool = False
     from_host: bool = False  # prepared for the device of the call, from tensors on the CPU
-    asked: str = (
-        "twice"  # of a prepared mask and of the call; "once", "partly" (windows): of the mask; "late": of the call
-    )
+    # Conditions are asked of a prepared mask and of the call; "once", or windows "partly", of the mask; "late" of the call.
+    asked: str = "twice"
     compiled: str = ""  # the backend of torch.compile
     keywords: tuple[tuple[str, Any], ...] = ()
     sink: bool = False
