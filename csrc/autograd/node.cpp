@@ -14,9 +14,12 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <utility>
 
@@ -38,6 +41,7 @@ constexpr size_t kSavedOutputs = 3;  // out, lse and lse_tail: its first outputs
 constexpr size_t kMostBackwards = 16;
 
 std::atomic<bool> replays{true};  // backwards by their plans; while calls are exported Python sees them all
+std::vector<std::string> variables;  // of the environment, that a backward follows: Python computes it while one is set
 
 Tensor unpacked(PyObject* given) { return given == Py_None ? Tensor() : THPVariable_Unpack(given); }
 
@@ -156,6 +160,10 @@ bool is_unseen() {
          !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Tracer);
 }
 
+bool is_any_variable_set() {
+  return std::any_of(variables.begin(), variables.end(), [](const auto& name) { return std::getenv(name.c_str()); });
+}
+
 // Give this thread CUDA's context, once, as `plans.enter_thread` says.
 void enter_thread() {
   static thread_local bool entered = false;
@@ -168,7 +176,7 @@ void enter_thread() {
 // Gradients by the plan of the backward, where there is one and the saved tensors are those of the forward: autograd has checked
 // their versions, and a hook may have put others in their place.
 variable_list repeated(const Call& call, const Tensor& grad_out, const variable_list& saved) {
-  if (!replays || !is_unseen() || !is_plain(grad_out, saved[0].device().type())) return {};
+  if (!replays || is_any_variable_set() || !is_unseen() || !is_plain(grad_out, saved[0].device().type())) return {};
   const std::shared_ptr<Plan> plan = call.of->backward_of(grad_out);
   if (!plan || grad_out.sizes() != saved[saved.size() - kSavedOutputs].sizes()) return {};
   for (size_t k = 0; k < saved.size(); ++k) {
@@ -295,4 +303,5 @@ PYBIND11_MODULE(DMATTN_NODE, module) {
       .def("add_backward", &add_backward)
       .def("attend", &attend);
   module.def("set_replays", [](bool value) { replays = value; });
+  module.def("set_variables", [](std::vector<std::string> names) { variables = std::move(names); });
 }

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dmattn_ops import environment
 from dmattn_ops.version import node_library
 
 if TYPE_CHECKING:  # it needs Triton
@@ -43,6 +44,7 @@ def module() -> Any:
             stacklevel=2,
         )
         return None
+    found.set_variables(list(environment.OF_BACKWARD))
     return found
 
 
@@ -64,6 +66,8 @@ def of_forward(plan: Plan, tensors: tuple[Tensor | None, ...], backward: Callabl
     """
     if module() is None or plan.with_elements[ROW_MAX] is not None or any(each.takes_tensors for each in plan.computes):
         return None
+    if tensors[0] is None or tensors[0].dtype is torch.float32:  # whose backward follows torch's switch for TF32
+        return None
     parts = _parts(plan, tensors[0])
     if parts is None:
         return None
@@ -72,8 +76,11 @@ def of_forward(plan: Plan, tensors: tuple[Tensor | None, ...], backward: Callabl
 
 
 def add_backward(native: Any, plan: Plan, grad_out: Tensor) -> None:
-    """Let gradients of out with these strides be computed by a plan from now on, if it does nothing but allocate and launch."""
-    parts = _parts(plan, grad_out) if plan.only_launches else None
+    """Let gradients of out with these strides be computed by a plan from now on, if it does nothing but allocate and launch.
+
+    Not by one that was made for what a variable asks for: C++ takes plans where none of these is set.
+    """
+    parts = _parts(plan, grad_out) if plan.only_launches and not environment.steers_backward() else None
     if parts is not None:
         native.add_backward(grad_out.stride(), module().Plan(*parts))
 

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton.experimental.gluon")
 import dmattn_ops
+from dmattn_ops import environment
 from dmattn_ops.call import MASK_TENSORS
 from dmattn_ops.kernels import native
 from dmattn_ops.launching import node, plan, plans
@@ -356,6 +357,50 @@ def test_calls_with_lse_or_a_maximum_are_left_to_python(in_python):
         leaves = qkv()
         for named in ({"return_lse": True}, {"return_max": True}):
             assert not is_native(attend(leaves, **named)[0])
+
+
+VARIABLES = {"FLASH_DMATTN_PROFILE_BACKWARD": "1", "DMATTN_ARCH": "8.0", "DMATTN_RECORD": "calls.json"}
+
+
+def test_the_variables_are_all_that_a_backward_follows():
+    assert set(VARIABLES) == set(environment.OF_BACKWARD)
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_a_variable_that_is_set_before_the_backward_is_followed(in_python, monkeypatch, tmp_path, capfd, name):
+    monkeypatch.chdir(tmp_path)
+    leaves = qkv()
+    out = attend(leaves)
+    monkeypatch.setenv(name, VARIABLES[name])
+    with contextlib.suppress(RuntimeError):  # kernels for SM 8.0 have no stand-in here
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert is_native(out) and len(in_python) == 1
+    assert ("FLASH_DMATTN_PROFILE" in capfd.readouterr().err) == (name == "FLASH_DMATTN_PROFILE_BACKWARD")
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_plans_of_a_backward_under_a_variable_are_not_those_without_it(in_python, monkeypatch, tmp_path, name):
+    monkeypatch.chdir(tmp_path)
+    plans.forget()
+    found = []
+    for step in range(5):
+        leaves = qkv()
+        out = attend(leaves)
+        with monkeypatch.context() as patch, contextlib.suppress(RuntimeError):
+            if step < 4:
+                patch.setenv(name, VARIABLES[name])
+            torch.autograd.grad(out, leaves, torch.ones_like(out))
+        found.append(len(in_python))
+    assert is_native(out) and found[-1] == found[-2] + 1, (
+        "the first backward without it was repeated by a plan under it"
+    )
+
+
+def test_float32_is_left_to_python_which_reads_the_switch_for_tf32(in_python):
+    for _ in range(4):
+        leaves = [leaf.detach().float().requires_grad_() for leaf in qkv()]
+        with contextlib.suppress(RuntimeError):  # portable kernels have no stand-in here
+            assert not is_native(attend(leaves))
 
 
 def test_exported_calls_are_seen_by_python(in_python):
