@@ -360,6 +360,7 @@ extern "C" __attribute__((visibility("default"))) const char* dmattn_load_kernel
     Files& files = Files::get();
     const std::lock_guard lock(files.mutex);
     files.read.push_back(std::move(made));
+    files.looked = true;
     return nullptr;
   } catch (const std::exception& error) {
     said = error.what();

@@ -244,6 +244,10 @@ def test_files_are_found_by_the_variable_and_damaged_ones_are_refused(exported, 
         "damaged below 0": damage,
         "missing": "cannot be read",
     }
+    [addresses], _ = made(
+        libcuda, tmp_path, path, given, arch, "0 0 0 0", DMATTN_KERNELS=str(tmp_path / "damaged half")
+    )
+    assert isinstance(addresses, list), "a program that loads its file does not need those that the variable names"
     said, _ = made(libcuda, tmp_path, ":".join(str(tmp_path / name) for name in words), given, arch)
     assert said[:-1] == [f"ValueError: {tmp_path / name} {text}" for name, text in words.items()]
     assert "there is no plan for this call" in said[-1]
