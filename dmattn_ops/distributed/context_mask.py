@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -15,16 +17,17 @@ from dmattn_ops.bands import CausalFrom, Window, visibility
 from dmattn_ops.checks import require, validation
 from dmattn_ops.distributed import agreement
 from dmattn_ops.distributed.document_runs import Ends, ascends, mask_of_rank, read_ends, read_offsets, spans_within
-from dmattn_ops.distributed.key_exchange import KeyExchange, exchange_of
+from dmattn_ops.distributed.key_exchange import KeyExchange, Span, exchange_of
 from dmattn_ops.distributed.mask_source import Source, is_per_key, source_of
 from dmattn_ops.distributed.pieces import Piece, Sight, Spans, sight_of, spans_of
-from dmattn_ops.distributed.sequence import Layout, Run, check_length, check_offsets, runs
+from dmattn_ops.distributed.sequence import Layout, Run, check_length, check_offsets, checked_layout, runs
 from dmattn_ops.distributed.team import Group, Team, process_group, team_of
-from dmattn_ops.masks.documents import id_pair
+from dmattn_ops.masks.documents import as_integers, id_pair
 from dmattn_ops.masks.prepare import Documents, prepare_mask
 from dmattn_ops.masks.tile_mask import TileMask
 
 METHODS = ("all_gather", "ulysses", "ring")
+MAX_KNOWN = 64  # calls whose work is remembered
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -72,13 +75,14 @@ class ContextMask:
         if not by_position and sight.band(0, 0).contains(self.sight.band(0, 0)):
             piece = Piece(0, 0, whole.seqlen_q, 0, 0, whole.seqlen_k, 0)
             return Work((piece,), (1,), work.exchange, one_call=True), self.parts
-        cut = None if is_compiling() else _cut.get(self)
+        is_kept = not is_compiling() and not torch.is_inference_mode_enabled()  # whose tensors no gradient may use
+        cut = _cut.get(self) if is_kept else None
         if cut is None:
             cut = tuple(
                 whole.queries(piece.row, piece.row + piece.rows).keys(piece.column, piece.column + piece.columns)
                 for piece in work.pieces
             )
-            if not is_compiling():
+            if is_kept:
                 _cut[self] = cut
         return work, cut
 
@@ -136,11 +140,11 @@ def prepare_context_mask(
         layout: how the sequence is dealt to the ranks, see `shard_sequence`.
         method: "all_gather", "ulysses" or "ring": the call that uses the mask must name the same.
         is_causal, causal_from, window_size: as in `flash_dmattn_func`, for the lengths of the whole sequence.
-        read_documents: read on the host where documents end, so that only keys of documents that a rank has queries of
-            travel. Ids must be in one piece each. With method "all_gather", chunks that ascend on each rank and no mask but
-            padding, all queries of a rank are then one call, unless that has dropout, a bias for each pair or a condition
-            that was not given here. The host waits for the GPU once where ids or offsets are on it. The numbers become part
-            of a compiled graph: use it in eager mode, or where all batches have the same documents.
+        read_documents: read on the host where documents end, so that only keys of documents that a rank has queries of travel;
+            where an id returns after another one, nothing is read. With method "all_gather", chunks that ascend on each rank and
+            no mask but padding, all queries of a rank are then one call, unless that has dropout, a bias for each pair or a
+            condition that was not given here. The host waits for the GPU once where ids or offsets are on it. The numbers become
+            part of a compiled graph: use it in eager mode, or where all batches have the same documents.
         device: where the mask is used; None: where its arguments are. With ids or offsets on the CPU and `device="cuda"`,
             `read_documents` does not wait for the GPU, so that the host prepares a mask while that computes the step before.
             This needs a group with a CPU backend ("cpu:gloo,cuda:nccl"), by which ids are gathered and requests compared.
@@ -149,7 +153,8 @@ def prepare_context_mask(
         ValueError, TypeError: as `prepare_mask`, and for lengths that do not fit the layout.
     """
     team = team_of(group)
-    named = {
+    documents = as_integers(documents)
+    named: dict[str, Any] = {
         "mask": mask, "documents": documents, "cu_seqlens": cu_seqlens, "seqlen_q": seqlen_q, "layout": layout,
         "method": method, "is_causal": is_causal, "causal_from": causal_from, "window_size": window_size,
         "read_documents": read_documents,
@@ -163,7 +168,7 @@ def prepare_context_mask(
         return texts | {"device": "None" if device is None else torch.device(device).type}
 
     agreement.agreed("prepare_context_mask", group, team, describe)
-    sight = asked[0]
+    sight, layout = asked[0], named["layout"]
     source = source_of(mask, documents, cu_seqlens, team, layout, method, sight)
     spans = spans_of(sight, layout, team.size)
     ends = _read(source, sight.seqlen_k) if read_documents else None
@@ -193,6 +198,7 @@ def _checked(named: dict[str, Any], team: Team) -> Sight:
     conditions = is_causal, *visibility(is_causal, named["causal_from"], named["window_size"])
     validation.flags(read_documents=named["read_documents"])
     check_choice(named["method"], METHODS)
+    layout = named["layout"] = checked_layout(layout, team.size)
     [seqlen_q] = [None] if named["seqlen_q"] is None else require.counts(seqlen_q=named["seqlen_q"])
     refuse_two_packings(mask, documents, cu_seqlens)
     length_q, length_k = _lengths(mask, documents, cu_seqlens, seqlen_q, team)
@@ -263,8 +269,18 @@ def refuse_two_packings(mask: Any, documents: Documents | None, cu_seqlens: Tens
 def work_of(method: str, sight: Sight, spans: Spans, layout: Layout, team: Team, *, by_place: bool = False) -> Work:
     """Return the pieces that this rank computes, given the keys that each run of queries of each rank may see.
 
-    `by_place` says that only where queries and keys lie decides what is visible, so that a ring may join pieces.
+    `by_place` says that only where queries and keys lie decides what is visible, so that a ring may join pieces. In eager mode the
+    work of the last calls is remembered: it takes milliseconds to find where there are many ranks.
     """
+    of_numbers = (
+        type(sight.seqlen_q) is int and type(sight.seqlen_k) is int
+    )  # not a tracer's symbols, which have no hash
+    if is_compiling() or not of_numbers:
+        return _work_of(method, sight, spans, layout, team, by_place)
+    return _known_work(method, sight, spans, layout, team, by_place)
+
+
+def _work_of(method: str, sight: Sight, spans: Spans, layout: Layout, team: Team, by_place: bool) -> Work:
     if method == "ulysses":
         return Work((Piece(0, 0, sight.seqlen_q, 0, 0, sight.seqlen_k, 0),), (1,), None)
     own = runs(layout, team.size, team.rank, sight.seqlen_q // team.size)
@@ -275,31 +291,41 @@ def work_of(method: str, sight: Sight, spans: Spans, layout: Layout, team: Team,
             place = exchange.place(first) if first < stop else 0
             pieces.append(Piece(number, run.local, run.length, run.origin, place, stop - first, first))
         return Work(tuple(pieces), (len(pieces),), exchange)
-    of_ranks = [
-        [_ring_step(rank, step, sight, spans, layout, team.size) for step in range(team.size)]
-        for rank in range(team.size)
-    ]
-    last = max(step for step in range(team.size) if step == 0 or any(steps[step] for steps in of_ranks))
-    steps = of_ranks[team.rank][: last + 1]
-    if by_place:
-        length = sight.seqlen_k // team.size
-        theirs = [runs(layout, team.size, (team.rank - step) % team.size, length) for step in range(last + 1)]
-        steps = [in_one_piece(step, sight, own, of_step) for step, of_step in zip(steps, theirs, strict=True)]
+    of_keys = [runs(layout, team.size, rank, sight.seqlen_k // team.size) for rank in range(team.size)]
+    steps = []
+    for step in range(_last_step(spans, of_keys) + 1):
+        theirs = of_keys[(team.rank - step) % team.size]
+        pieces = _ring_step(own, spans[team.rank], theirs)
+        steps.append(in_one_piece(pieces, sight, own, theirs) if by_place else pieces)
     return Work(tuple(piece for step in steps for piece in step), tuple(len(step) for step in steps), None)
 
 
-def _ring_step(rank: int, step: int, sight: Sight, spans: Spans, layout: Layout, size: int) -> list[Piece]:
-    """Return the pieces that a rank computes with the keys of the rank `step` places before it."""
-    own, length = runs(layout, size, rank, sight.seqlen_q // size), sight.seqlen_k // size
+_known_work = lru_cache(MAX_KNOWN)(_work_of)
+
+
+def _last_step(spans: Spans, of_keys: list[tuple[Run, ...]]) -> int:
+    """Return the last step of a ring in which some rank sees keys of the rank so many places before it."""
+    size = len(spans)
+    return max(
+        (rank - owner) % size
+        for rank, owner in product(range(size), repeat=2)
+        if rank == owner or _sees(spans[rank], of_keys[owner])
+    )
+
+
+def _sees(spans: tuple[Span, ...], theirs: tuple[Run, ...]) -> bool:
+    return any(max(first, run.origin) < min(stop, run.origin + run.length) for first, stop in spans for run in theirs)
+
+
+def _ring_step(own: tuple[Run, ...], spans: tuple[Span, ...], theirs: tuple[Run, ...]) -> list[Piece]:
+    """Return the pieces of the runs of this rank's queries, which may see such spans, with the keys of a rank."""
     found = []
-    for number, (first, stop) in enumerate(spans[rank]):
-        for theirs in runs(layout, size, (rank - step) % size, length):
-            low, high = max(first, theirs.origin), min(stop, theirs.origin + theirs.length)
-            if low >= high:
-                continue
-            run = own[number]
-            column = theirs.local + low - theirs.origin
-            found.append(Piece(number, run.local, run.length, run.origin, column, high - low, low))
+    for number, (run, (first, stop)) in enumerate(zip(own, spans, strict=True)):
+        for of_keys in theirs:
+            low, high = max(first, of_keys.origin), min(stop, of_keys.origin + of_keys.length)
+            if low < high:
+                column = of_keys.local + low - of_keys.origin
+                found.append(Piece(number, run.local, run.length, run.origin, column, high - low, low))
     return found
 
 

@@ -27,9 +27,18 @@ from dmattn_ops.distributed.key_exchange import KeyExchange, exchange_of
 from dmattn_ops.distributed.mask_source import is_per_key, source_of
 from dmattn_ops.distributed.pieces import Numbers, Piece, Sight, Spans, Visible, sight_of, spans_of, visible_by
 from dmattn_ops.distributed.ring import Ring, RingPlan
-from dmattn_ops.distributed.sequence import GatheredRows, Layout, check_ids, check_length, check_offsets, in_order, runs
+from dmattn_ops.distributed.sequence import (
+    GatheredRows,
+    Layout,
+    check_ids,
+    check_length,
+    check_offsets,
+    checked_layout,
+    in_order,
+    runs,
+)
 from dmattn_ops.distributed.team import Group, Team, same_on_all, share_a_host, team_of
-from dmattn_ops.masks.documents import Documents
+from dmattn_ops.masks.documents import Documents, as_integers
 from dmattn_ops.masks.tile_mask import TileMask
 
 GATHERED_BYTES = 4 << 30  # of keys and values on one rank, from which on `auto` lets them travel in a ring instead
@@ -85,9 +94,9 @@ def context_parallel_attention(
 ) -> Tensor | tuple[Tensor, ...]:
     """Compute `flash_dmattn_func` of a sequence of which every rank holds a part (`shard_sequence`), for this rank's queries.
 
-    All ranks of the group call it alike, forward and backward; in eager mode that is checked (`agreement`), and an error on
-    one rank is an error on all. Conditions count positions of the whole sequence. Results and gradients are those of one
-    process. `s` is the part of a rank and `S` the whole, `s * N` on `N` ranks.
+    All ranks of the group call it alike, forward and backward. In eager mode that is checked (`agreement`), and what one rank
+    refuses is an error on all, if the group has a CPU backend ("cpu:gloo,cuda:nccl"). Conditions count positions of the whole
+    sequence. Results and gradients are those of one process. `s` is the part of a rank and `S` the whole, `s * N` on `N` ranks.
 
     Args:
         query: with shape `[B, s, H, D]`.
@@ -116,6 +125,7 @@ def context_parallel_attention(
         ValueError, TypeError, NotImplementedError: as `flash_dmattn_func`, and for parts that do not fit each other.
     """
     team = team_of(group)
+    documents = as_integers(documents)
     if isinstance(mask, ContextMask) and method == "auto":
         method = mask.method
     named = {
@@ -155,7 +165,8 @@ def _checked(named: dict[str, Any], group: Group | None, team: Team) -> _Request
     reduce_dtype = named["reduce_dtype"]
     if not isinstance(reduce_dtype, torch.dtype) or not reduce_dtype.is_floating_point:
         raise TypeError(f"reduce_dtype must be a floating-point torch.dtype, got {reduce_dtype!r}")
-    layout, method, mask = named["layout"], named["method"], named["mask"]
+    layout = named["layout"] = checked_layout(named["layout"], team.size)
+    method, mask = named["method"], named["mask"]
     length_q, length_k = query.shape[1], key.shape[1]
     check_length("query", length_q, layout, team.size)
     check_length("key", length_k, layout, team.size)

@@ -22,6 +22,7 @@ from dmattn_ops.distributed import agreement
 from dmattn_ops.distributed.context_parallel import context_parallel_attention, plain
 from dmattn_ops.distributed.team import Group, Team, all_ranks, arrived, start_all_to_all, team_of
 from dmattn_ops.distributed.ulysses import to_heads, to_sequence
+from dmattn_ops.masks.documents import as_integers
 from dmattn_ops.masks.prepare import dynamic_mask
 from dmattn_ops.masks.tile_mask import from_intervals
 
@@ -86,6 +87,7 @@ def dynamic_context_attention(
         ValueError, TypeError, NotImplementedError: as `flash_dmattn_func` and `dynamic_mask`.
     """
     team = team_of(group)
+    documents = as_integers(documents)
     if isinstance(scores, Tensor) and scores.is_floating_point() and scores.dtype not in validation.DTYPES:
         scores = scores.float()
     named = {
@@ -342,7 +344,7 @@ class WithFetched(torch.autograd.Function):
         back = arrived(start_all_to_all(rows, sizes, list(receive), team)).split(sizes)
         total = grad[:, slots:].transpose(1, 2).reshape(-1, width)
         for index, part in zip(send, back, strict=True):
-            total = total.index_add(0, index, part)  # no row twice in one part, but for empty ones: zero
+            total = total.index_add(0, index, part)  # no row occurs twice in one part
         total = total.view(batch, heads, length, width).transpose(1, 2).to(ctx.narrow)
         return None, None, None, total, None, *[None] * len(send)
 

@@ -20,7 +20,6 @@ from dmattn_ops.distributed.team import Group, Team, all_ranks, arrived, start_a
 from dmattn_ops.masks.documents import id_pair
 
 Layout = str | tuple[int, ...]
-LAYOUTS = ("head_tail", "contiguous")
 
 
 class Run(NamedTuple):
@@ -31,26 +30,33 @@ class Run(NamedTuple):
     length: int
 
 
-def chunks(layout: Layout, size: int) -> tuple[tuple[int, ...], ...]:
-    """Return the numbers of the chunks that each of `size` ranks holds, in the order in which it holds them."""
-    if layout == "contiguous":
-        return tuple((rank,) for rank in range(size))
-    if layout == "head_tail":
-        return tuple((rank, 2 * size - 1 - rank) for rank in range(size))
-    if isinstance(layout, str) or not isinstance(layout, (tuple, list)):
+def checked_layout(layout: Any, size: int) -> Layout:
+    """Return a layout for `size` ranks, chunk numbers as a tuple of ints; refuse what is none."""
+    if isinstance(layout, str) and layout in ("head_tail", "contiguous"):
+        return layout
+    if not isinstance(layout, (tuple, list)):
         raise ValueError(f"layout must be 'head_tail', 'contiguous' or a tuple of chunk numbers, got {layout!r}")
-    layout = tuple(require.integer("a chunk number of layout", number) for number in layout)
-    if not layout or len(layout) % size or sorted(layout) != list(range(len(layout))):
+    numbers = tuple(require.integer("a chunk number of layout", number) for number in layout)
+    if not numbers or len(numbers) % size or sorted(numbers) != list(range(len(numbers))):
         raise ValueError(
-            f"layout must hold each chunk number once, and as many for each of {size} ranks, got {tuple(layout)}"
+            f"layout must hold each chunk number once, and as many for each of {size} ranks, got {numbers}"
         )
+    return numbers
+
+
+def chunks(layout: Layout, size: int, rank: int) -> tuple[int, ...]:
+    """Return the numbers of the chunks that a rank of `size` ranks holds, in the order in which it holds them."""
+    if layout == "contiguous":
+        return (rank,)
+    if isinstance(layout, str):
+        return rank, 2 * size - 1 - rank
     each = len(layout) // size
-    return tuple(tuple(layout[rank * each : (rank + 1) * each]) for rank in range(size))
+    return layout[rank * each : (rank + 1) * each]
 
 
 def runs(layout: Layout, size: int, rank: int, length: int) -> tuple[Run, ...]:
     """Return the runs of positions that rank `rank` holds, `length` positions in all; adjacent chunks are one run."""
-    own = chunks(layout, size)[rank]
+    own = chunks(layout, size, rank)
     chunk = length // len(own)
     found: list[Run] = []
     for place, number in enumerate(own):
@@ -64,7 +70,7 @@ def runs(layout: Layout, size: int, rank: int, length: int) -> tuple[Run, ...]:
 
 def check_length(name: str, length: int, layout: Layout, size: int) -> None:
     """Refuse a rank's part of a sequence that does not hold chunks of equal length."""
-    each = len(chunks(layout, size)[0])
+    each = len(chunks(layout, size, 0))
     if length % each:
         raise ValueError(
             f"the part of {name} that a rank holds must be a multiple of {each} positions with layout {layout!r}, got"
@@ -96,13 +102,17 @@ def check_offsets(cu_seqlens: Any, seqlen: int) -> None:
 
 def in_order(by_rank: Tensor, layout: Layout, size: int, dim: int) -> Tensor:
     """Put what ranks hold, one behind the other along `dim`, in the order of the sequence."""
-    order = [number for own in chunks(layout, size) for number in own]
+    order = _order(layout, size)
     return _dealt(by_rank, [order.index(number) for number in range(len(order))], dim)
 
 
 def by_rank(in_sequence: Tensor, layout: Layout, size: int, dim: int) -> Tensor:
     """Put a tensor in the order of the sequence into that of the ranks: the inverse of `in_order`."""
-    return _dealt(in_sequence, [number for own in chunks(layout, size) for number in own], dim)
+    return _dealt(in_sequence, _order(layout, size), dim)
+
+
+def _order(layout: Layout, size: int) -> list[int]:
+    return [number for rank in range(size) for number in chunks(layout, size, rank)]
 
 
 def _dealt(tensor: Tensor, order: list[int], dim: int) -> Tensor:
@@ -128,9 +138,10 @@ def shard_sequence(tensor: Tensor, group: Group | None, *, dim: int = 1, layout:
         ValueError: where the sequence cannot be cut into chunks of equal length.
     """
     team = team_of(group)
+    layout = checked_layout(layout, team.size)
     dim = _dimension(tensor, dim)
     size = tensor.shape[dim]
-    count = len(chunks(layout, team.size)[0]) * team.size
+    count = len(chunks(layout, team.size, 0)) * team.size
     if size % count:
         raise ValueError(
             f"the sequence must be a multiple of {count} positions long on {team.size} ranks with layout {layout!r}, got"
@@ -144,19 +155,20 @@ def unshard_sequence(tensor: Tensor, group: Group | None, *, dim: int = 1, layou
     """Return the whole sequence, on every rank, from the part that each holds: the inverse of `shard_sequence`.
 
     Differentiable: the gradients that all ranks have of the whole are added up, in float32 for narrower dtypes. All ranks of
-    the group call it alike; in eager mode an error on one rank is an error on all.
+    the group call it alike; in eager mode what one rank refuses is an error on all, if the group has a CPU backend.
     """
     team = team_of(group)
-    named = {"tensor": tensor, "dim": dim, "layout": layout}
+    named: dict[str, Any] = {"tensor": tensor, "dim": dim, "layout": layout}
     dims: list[int] = []
 
     def describe() -> dict[str, str]:
         dims.append(_dimension(tensor, dim))
-        check_length("tensor", tensor.shape[dims[0]], layout, team.size)
+        named["layout"] = checked_layout(layout, team.size)
+        check_length("tensor", tensor.shape[dims[0]], named["layout"], team.size)
         return {name: agreement.text_of(argument) for name, argument in named.items()}
 
     agreement.agreed("unshard_sequence", group, team, describe)
-    [dim] = dims
+    [dim], layout = dims, named["layout"]
     if not tensor.is_floating_point():
         return in_order(all_ranks(tensor.movedim(dim, 0), team), layout, team.size, 0).movedim(0, dim)
     whole = GatheredRows.apply(team, torch.float32, tensor.movedim(dim, 0))

@@ -28,7 +28,7 @@ from dmattn_ops.distributed import (
     shard_sequence,
 )
 from dmattn_ops.distributed.balance import dealt, work_of_queries
-from dmattn_ops.distributed.sequence import chunks
+from dmattn_ops.distributed.sequence import checked_layout, chunks
 
 
 class Packed(NamedTuple):
@@ -196,6 +196,8 @@ def test_chunks_go_to_the_rank_with_the_least_work():
 
 
 def test_chunk_numbers_are_integers_and_not_bools():
-    assert chunks((1, 0), 2) == ((1,), (0,))
+    layout = checked_layout([1, 0], 2)
+    assert layout == (1, 0)
+    assert [chunks(layout, 2, rank) for rank in range(2)] == [(1,), (0,)]
     with pytest.raises(TypeError, match="a chunk number of layout"):
-        chunks((True, False), 2)
+        checked_layout((True, False), 2)

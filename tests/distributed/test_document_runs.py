@@ -68,6 +68,22 @@ def test_all_queries_of_a_rank_are_one_call(two_ranks):
     assert two_ranks(calls_of, case._replace(asked="partly", keywords=(CAUSAL, SLIDING))) == [[1, 1, 0]] * 2
 
 
+def evaluated_before_training(case):
+    """Call without gradients in inference mode, then with them: a mask holds nothing of the first call."""
+    problem = context_cases.build(case, 2)
+    *qkv, bias = context_cases.parts(problem, case)
+    mask = prepare_context_mask(**problem.more, **dict(problem.keywords), group=None, read_documents=True)
+    with torch.inference_mode():
+        evaluated = context_parallel_attention(*qkv, mask, bias, group=None)
+    out = context_parallel_attention(*qkv, mask, bias, group=None)
+    gradients = torch.autograd.grad(out.sum(), [*qkv, bias])
+    return torch.equal(evaluated, out) and all(gradient.isfinite().all() for gradient in gradients)
+
+
+def test_a_mask_that_was_used_in_inference_mode_trains(two_ranks):
+    assert two_ranks(evaluated_before_training, CASES["a bias of pairs"]) == [True, True]
+
+
 def devices_of(read):
     """Return where the parts of masks are that are prepared of padding and of ids and offsets on the CPU."""
     ids, keep, offsets = (
