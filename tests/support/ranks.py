@@ -2,7 +2,8 @@
 
 A function is sent by its name, so it must stand at the top level of a module that a fresh process can import; arguments
 and results are pickled, tensors as CPU tensors. Ranks use NCCL and a GPU each where there are enough GPUs, and otherwise
-gloo on the CPU; `DMATTN_RANKS_BACKEND=gloo` (or `nccl`) decides it by hand.
+gloo on the CPU. `DMATTN_RANKS_BACKEND` decides it by hand: `nccl`, `gloo`, or `shared` for ranks that all compute on the first
+GPU and exchange CPU tensors by gloo; what is not sent by this package, as that of DTensors, has no backend then.
 
     def sum_of_ranks(factor):  # runs on every rank
         total = torch.full((), float(factor * dist.get_rank()), device=ranks.device())
@@ -35,10 +36,18 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+from dmattn_ops.distributed import team
 
 START = 120.0  # seconds until processes have started and know each other: each of them imports torch
-LIMIT = 60.0 if torch.cuda.device_count() < 2 else 180.0  # seconds for one function: GPUs compile their kernels first
+LIMIT = 180.0 if torch.cuda.is_available() else 60.0  # seconds for one function: GPUs compile their kernels first
 GRACE = 5.0  # seconds that the others have once a rank failed, before they are taken to wait for it
+
+
+SHARED = "shared"
+
+_own = torch.device("cpu")  # of this process; `_serve` sets it
 
 
 class Failure(NamedTuple):
@@ -55,15 +64,22 @@ class RankError(AssertionError):
 
 def device() -> torch.device:
     """Return the device of this rank; for functions that run on ranks."""
-    if dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    return _own
 
 
 def backend_for(world: int, gpus: int | None = None) -> str:
-    """Return the backend that so many ranks use with so many GPUs; with those of this process unless told otherwise."""
+    """Return "nccl", "gloo" or "shared" for so many ranks with so many GPUs, those of this process unless told otherwise."""
     gpus = torch.cuda.device_count() if gpus is None else gpus
     return os.environ.get("DMATTN_RANKS_BACKEND") or ("nccl" if gpus >= world else "gloo")
+
+
+def over_host(collective: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a functional collective that takes tensors of a GPU to ranks that send each other CPU tensors."""
+
+    def collected(rows: Tensor, *arguments: Any) -> Tensor:
+        return team.arrived(collective(rows.cpu(), *arguments)).to(rows.device)
+
+    return collected
 
 
 class Ranks:
@@ -189,15 +205,25 @@ def _serve(tasks: Connection, rank: int, world: int, backend: str, folder: str) 
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no processes of Inductor's own beside
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
-        torch.cuda.init()
-    else:
+    global _own
+    if backend == "gloo":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU that nobody uses here changes what checkpoint() and Dynamo do
+    else:
+        _own = torch.device("cuda", 0 if backend == SHARED else rank)
+        torch.cuda.set_device(_own)
+        torch.cuda.init()
     store = dist.FileStore(f"{folder}/store", world)
-    own = torch.device("cuda", rank) if backend == "nccl" else None
     longer = timedelta(seconds=2 * LIMIT)  # so that `Ranks` ends ranks that wait, and says where they are
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=longer, device_id=own)
+    dist.init_process_group(
+        "cpu:gloo" if backend == SHARED else backend,
+        store=store,
+        rank=rank,
+        world_size=world,
+        timeout=longer,
+        device_id=_own if backend == "nccl" else None,
+    )
+    if backend == SHARED:
+        team._all_gather, team._all_to_all = over_host(team._all_gather), over_host(team._all_to_all)
     dist.barrier()
     tasks.send_bytes(pickle.dumps(None))
     while True:
