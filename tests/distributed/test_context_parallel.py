@@ -12,7 +12,6 @@ from torch.overrides import TorchFunctionMode
 from dmattn_ops.distributed import (
     context_parallel_attention,
     dynamic_context_attention,
-    prepare_context_mask,
     record_traffic,
     sequence_positions,
     shard_sequence,
@@ -406,38 +405,3 @@ def test_merging_keeps_what_rounding_lse_loses():
     for one, other in ((parts[0], nothing), (nothing, parts[0])):
         assert torch.equal(merged(one, other).out, parts[0].out) and torch.equal(merged(one, other).lse, parts[0].lse)
     assert torch.equal(merged(nothing, nothing).lse, nothing.lse) and not merged(nothing, nothing).out.any()
-
-
-def like_others():
-    """Return whether chunk numbers in a list are as good as in a tuple, and bool ids as good as integers."""
-    torch.manual_seed(3)
-    device = ranks.device()
-    whole, scores = torch.randn(1, 128, 2, 16, device=device), torch.randn(1, 1, 128, device=device)
-    ids = torch.arange(128, device=device).gt(50)[None]
-    found = []
-    for layout, documents in (([0, 2, 1, 3], ids), ((0, 2, 1, 3), ids.to(torch.uint8))):
-        own, ids_of_own = (shard_sequence(each, None, layout=layout) for each in (whole, documents))
-        mask = prepare_context_mask(documents=ids_of_own, group=None, layout=layout, read_documents=True)
-        found.append(context_parallel_attention(own, own, own, mask, group=None, layout=(0, 2, 1, 3)))
-        found.append(context_parallel_attention(own, own, own, group=None, documents=ids_of_own, layout=layout))
-        found.append(unshard_sequence(own, None, layout=layout))
-        run, scores_of_run, ids_of_run = (
-            shard_sequence(each, None, dim=dim, layout="contiguous")
-            for each, dim in ((whole, 1), (scores, 2), (documents, 1))
-        )
-        found.append(dynamic_context_attention(run, run, run, scores_of_run, 20, group=None, documents=ids_of_run))
-    return all(torch.equal(one, other) for one, other in zip(found[:4], found[4:], strict=True))
-
-
-def test_lists_of_chunks_and_bool_documents_are_taken_as_elsewhere(two_ranks):
-    assert two_ranks(like_others) == [True, True]
-
-
-def test_the_work_of_a_call_is_found_once():
-    sight = sight_of(True, "bottom_right", (None, None), 512, 512)
-    layout = (1, 0, 3, 2)
-    spans = spans_of(sight, layout, 2)
-    for method in METHODS:
-        first = work_of(method, sight, spans, layout, Team("", 1, 2))
-        assert work_of(method, sight, spans, layout, Team("", 1, 2)) is first
-        assert work_of(method, sight, spans, layout, Team("", 0, 2)) != first or method == "ulysses"
