@@ -26,7 +26,7 @@ CHECK = "DMATTN_CHECK"
 CONTEXT_CHECK = "DMATTN_CONTEXT_CHECK"
 COMPILE_AHEAD = "DMATTN_COMPILE_AHEAD"
 RECORD = "DMATTN_RECORD"
-OF_BACKWARD = (ARCHITECTURE, PROFILE, RECORD)  # that a backward follows
+OF_BACKWARD = (ARCHITECTURE, PROFILE, RECORD)  # what a backward follows
 _ON = ("1", "true", "yes", "on")
 _OFF = ("", "0", "false", "no", "off")
 
@@ -38,7 +38,6 @@ _ARCHITECTURE_KEY, _PROFILE_KEY, _CHECK_KEY, _RECORD_KEY = (
     os.environ.encodekey(name) if _HAS_WRAPPED else name  # type: ignore[attr-defined]
     for name in (ARCHITECTURE, PROFILE, CHECK, RECORD)
 )
-_BACKWARD_KEYS = (_ARCHITECTURE_KEY, _PROFILE_KEY, _RECORD_KEY)
 
 
 def architecture() -> str | None:
@@ -53,7 +52,7 @@ def profiles_backward() -> bool:
 
 def steers_backward() -> bool:
     """Return whether a variable that a backward follows is set, to whatever value."""
-    return any(key in _variables for key in _BACKWARD_KEYS)
+    return any(name in os.environ for name in OF_BACKWARD)
 
 
 def checks() -> bool:

@@ -38,7 +38,7 @@ def decided(condition: bool) -> bool:
 
 def same(actual: int, expected: int) -> bool:
     """Return whether sizes are equal; of those that a tracer does not know, assume it and check it at run time."""
-    if _are_numbers(actual, expected):
+    if are_numbers(actual, expected):
         return actual == expected
     if known_equal(actual, expected):
         return True
@@ -52,10 +52,10 @@ def same(actual: int, expected: int) -> bool:
 
 def known_equal(actual: int, expected: int) -> bool:
     """Return whether sizes are equal, as far as that is known."""
-    return actual == expected if _are_numbers(actual, expected) else known(actual == expected)
+    return actual == expected if are_numbers(actual, expected) else known(actual == expected)
 
 
-def _are_numbers(size: int, other: int) -> bool:
+def are_numbers(size: int, other: int) -> bool:
     """Return whether sizes are numbers, not a tracer's symbols. Dynamo says of a symbol that its type is int."""
     return type(size) is int and type(other) is int and not is_dynamo_compiling()
 

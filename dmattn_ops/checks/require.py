@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from dmattn_ops.call import UNBOUNDED
-from dmattn_ops.symbolic import _are_numbers, certainly, decided, known_equal, same
+from dmattn_ops.symbolic import are_numbers, certainly, decided, known_equal, same
 
 _SAYS_TRACED = hasattr(Tensor, "_has_symbolic_sizes_strides")  # else shapes tell, which takes longer
 AXES = ("batch", "heads", "queries", "keys")  # of masks and biases
@@ -140,7 +140,7 @@ def matches(tensor: Tensor, expected: tuple[int, ...]) -> bool:
 
 
 def _one_of(actual: int, choices: tuple[int, ...]) -> bool:
-    if _are_numbers(actual, choices[-1]):
+    if are_numbers(actual, choices[-1]):
         for choice in choices:  # noqa: SIM110 - a generator costs as much again, `in` makes Dynamo look for the same object
             if actual == choice:
                 return True

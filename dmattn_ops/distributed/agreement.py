@@ -2,9 +2,9 @@
 
 In eager mode every call compares a fingerprint of its arguments over the ranks: 8 bytes through the group's CPU backend
 (gloo), from host to host, beside the GPU. A group without one, as `init_process_group("nccl")` makes it, compares only arguments
-that a rank has not seen before, through the GPU. There a rank that goes back to what it asked for earlier is not noticed, and
-one that refuses a call leaves those waiting that made it before. So initialise with "cpu:gloo,cuda:nccl", or with no backend
-at all. `DMATTN_CONTEXT_CHECK=0` turns the comparison off. Compiled graphs hold no such check.
+that a rank has not seen before, through the GPU. It does not notice a rank that goes back to what it asked for earlier, and where a
+rank refuses a call that the others made before, these wait. So initialise with "cpu:gloo,cuda:nccl", or with no backend at
+all. `DMATTN_CONTEXT_CHECK=0` turns the comparison off. Compiled graphs hold no such check.
 
 Whatever can raise for the arguments of one rank alone belongs into `describe`: behind it, ranks exchange tensors.
 """

@@ -75,7 +75,7 @@ class ContextMask:
         if not by_position and sight.band(0, 0).contains(self.sight.band(0, 0)):
             piece = Piece(0, 0, whole.seqlen_q, 0, 0, whole.seqlen_k, 0)
             return Work((piece,), (1,), work.exchange, one_call=True), self.parts
-        is_kept = not is_compiling() and not torch.is_inference_mode_enabled()  # whose tensors no gradient may use
+        is_kept = not is_compiling() and not torch.is_inference_mode_enabled()  # where no tensor is made that can train
         cut = _cut.get(self) if is_kept else None
         if cut is None:
             cut = tuple(
@@ -272,12 +272,9 @@ def work_of(method: str, sight: Sight, spans: Spans, layout: Layout, team: Team,
     `by_place` says that only where queries and keys lie decides what is visible, so that a ring may join pieces. In eager mode the
     work of the last calls is remembered: it takes milliseconds to find where there are many ranks.
     """
-    of_numbers = (
-        type(sight.seqlen_q) is int and type(sight.seqlen_k) is int
-    )  # not a tracer's symbols, which have no hash
-    if is_compiling() or not of_numbers:
-        return _work_of(method, sight, spans, layout, team, by_place)
-    return _known_work(method, sight, spans, layout, team, by_place)
+    if symbolic.are_numbers(sight.seqlen_q, sight.seqlen_k):
+        return _known_work(method, sight, spans, layout, team, by_place)
+    return _work_of(method, sight, spans, layout, team, by_place)  # a tracer's symbols have no hash
 
 
 def _work_of(method: str, sight: Sight, spans: Spans, layout: Layout, team: Team, by_place: bool) -> Work:

@@ -103,7 +103,7 @@ def check_offsets(cu_seqlens: Any, seqlen: int) -> None:
 def in_order(by_rank: Tensor, layout: Layout, size: int, dim: int) -> Tensor:
     """Put what ranks hold, one behind the other along `dim`, in the order of the sequence."""
     order = _order(layout, size)
-    return _dealt(by_rank, [order.index(number) for number in range(len(order))], dim)
+    return _dealt(by_rank, sorted(range(len(order)), key=order.__getitem__), dim)
 
 
 def by_rank(in_sequence: Tensor, layout: Layout, size: int, dim: int) -> Tensor:

@@ -78,7 +78,7 @@ def of_forward(plan: Plan, tensors: tuple[Tensor | None, ...], backward: Callabl
 def add_backward(native: Any, plan: Plan, grad_out: Tensor) -> None:
     """Let gradients of out with these strides be computed by a plan from now on, if it does nothing but allocate and launch.
 
-    Not by one that was made for what a variable asks for: C++ takes plans where none of these is set.
+    It is not kept if it was made while a variable was set that a backward follows: C++ takes plans where none is set.
     """
     parts = _parts(plan, grad_out) if plan.only_launches and not environment.steers_backward() else None
     if parts is not None:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from dmattn_ops import dynamic_mask, flash_dmattn_func, prepare_mask
 from dmattn_ops.distributed import context_parallel, context_parallel_attention, prepare_context_mask, shard_sequence
-from dmattn_ops.distributed.team import all_ranks, team_of
 from dmattn_ops.trees import pack_prefix_tree, tree_mask
 
 # Of the largest error, over the largest element. In bfloat16 a rank rounds gradients of its part before they are added up.
@@ -254,7 +253,7 @@ def compare(case: Case) -> dict[str, float]:
     names = ["dq", "dk", "dv", *(["dbias"] if case.bias != "none" else []), *(["dsink"] if case.sink else [])]
     for name, one, other in zip(names, expected_grads, found_grads, strict=True):
         if name == "dsink":
-            other = all_ranks(other.unsqueeze(0), team_of(None)).sum(0)
+            other = ranks.summed(other)
         else:
             dim = 1 if name != "dbias" else 2 if "full" in case.bias else 3
             one = shard_sequence(one, None, dim=dim, layout=case.layout)

@@ -3,7 +3,7 @@
 A function is sent by its name, so it must stand at the top level of a module that a fresh process can import; arguments
 and results are pickled, tensors as CPU tensors. Ranks use NCCL and a GPU each where there are enough GPUs, and otherwise
 gloo on the CPU. `DMATTN_RANKS_BACKEND` decides it by hand: `nccl`, `gloo`, or `shared` for ranks that all compute on the first
-GPU and exchange CPU tensors by gloo; what is not sent by this package, as that of DTensors, has no backend then.
+GPU and exchange CPU tensors by gloo. What this package does not send itself, such as parts of DTensors, fails then.
 
     def sum_of_ranks(factor):  # runs on every rank
         total = torch.full((), float(factor * dist.get_rank()), device=ranks.device())
@@ -40,13 +40,10 @@ from torch import Tensor
 
 from dmattn_ops.distributed import team
 
+SHARED = "shared"
 START = 120.0  # seconds until processes have started and know each other: each of them imports torch
 LIMIT = 180.0 if torch.cuda.is_available() else 60.0  # seconds for one function: GPUs compile their kernels first
 GRACE = 5.0  # seconds that the others have once a rank failed, before they are taken to wait for it
-
-
-SHARED = "shared"
-
 _own = torch.device("cpu")  # of this process; `_serve` sets it
 
 
@@ -71,6 +68,11 @@ def backend_for(world: int, gpus: int | None = None) -> str:
     """Return "nccl", "gloo" or "shared" for so many ranks with so many GPUs, those of this process unless told otherwise."""
     gpus = torch.cuda.device_count() if gpus is None else gpus
     return os.environ.get("DMATTN_RANKS_BACKEND") or ("nccl" if gpus >= world else "gloo")
+
+
+def summed(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor over all ranks; for functions that run on ranks, however these exchange tensors."""
+    return team.all_ranks(tensor.unsqueeze(0), team.team_of(None)).sum(0)
 
 
 def over_host(collective: Callable[..., Tensor]) -> Callable[..., Tensor]:
