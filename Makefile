@@ -59,7 +59,7 @@ test-interpreter: $(TEST_READY)
 test-gpu: $(TEST_READY) ## run the tests that need a GPU
 	$(PY) -m pytest tests --ignore=tests/interpreter -m gpu $(ARGS)
 
-OF_RANKS = ranks context_parallel context_dynamic context_models context_faults sharding parallelize
+OF_RANKS = ranks context_parallel context_dynamic context_models context_faults context_agreement document_runs sharding parallelize
 
 # Every worker sees all GPUs: with a share of them, ranks that do not have a GPU each would run on the CPU, by gloo.
 test-ranks: $(TEST_READY) ## run the tests of several ranks, by NCCL where there is a GPU for each; ARGS="-n 8" for 8 workers
