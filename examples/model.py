@@ -24,7 +24,7 @@ from sizes import ModelConfig as ModelConfig
 BYTES = 256
 # Without it a key that gets all attention can make its own score grow without end: with 6 layers of 1024 at a rate of 1e-3 scores
 # reached 1e32, and gradients infinity, within 40 to 250 steps, through torch's own attention as well (H200, 7 of 8 runs).
-LARGEST_EXPONENT = 3.0
+LARGEST_EXPONENT = 3
 Attend = Callable[[Tensor, Tensor, Tensor, TileMask, Tensor], Tensor]
 
 

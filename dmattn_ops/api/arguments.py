@@ -137,9 +137,9 @@ def taken_as_it_is(mask: Tensor | TileMask, query: Tensor, key: Tensor, band: Ba
 
 
 def warn_of_swapped_dimensions(key: Tensor) -> None:
-    """Warn, once, of a key that looks like `[B, Hkv, Sk, D]`: of more heads than positions, and of very many."""
+    """Warn, once, of a key of very many heads that looks like `[B, Hkv, Sk, D]`: it has more heads than positions."""
     _, seqlen, heads, _ = key.shape
-    if heads > MANY_HEADS and seqlen < heads and not is_compiling():
+    if seqlen < heads:
         environment.warn_once(
             f"dmattn_ops: key of shape {require.text(key.shape)} is [B, S, heads, D] with {seqlen} positions and {heads} heads."
             " If it is [B, heads, S, D], pass query, key and value as tensor.transpose(1, 2), which copies nothing."

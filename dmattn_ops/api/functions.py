@@ -46,8 +46,8 @@ def flash_dmattn_func(
     causal_from: CausalFrom = "bottom_right",
     window_size: Window = (None, None),
     softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
+    softcap: float = 0,
+    dropout_p: float = 0,
     deterministic: bool | None = None,
     sink: Tensor | None = None,
     return_lse: bool = False,
@@ -132,7 +132,7 @@ def flash_dmattn_func(
     tensors_given = (query, key, value)
     (query, key, value), bias, sink = arguments.prepared_inputs(4, bias, sink, query=query, key=key, value=value)
     (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = query.shape, key.shape
-    if heads_kv > arguments.MANY_HEADS:
+    if not is_compiling() and heads_kv > arguments.MANY_HEADS:
         arguments.warn_of_swapped_dimensions(key)
     band, used = arguments.used_keys(seqlen_k_used, query, seqlen_k, band)
     taken = None if mask is None else arguments.taken_as_it_is(mask, query, key, band)
@@ -158,8 +158,8 @@ def flash_dmattn_qkvpacked_func(
     causal_from: CausalFrom = "bottom_right",
     window_size: Window = (None, None),
     softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
+    softcap: float = 0,
+    dropout_p: float = 0,
     deterministic: bool | None = None,
     sink: Tensor | None = None,
     return_lse: bool = False,
@@ -218,8 +218,8 @@ def flash_dmattn_varlen_func(
     causal_from: CausalFrom = "bottom_right",
     window_size: Window = (None, None),
     softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
+    softcap: float = 0,
+    dropout_p: float = 0,
     deterministic: bool | None = None,
     sink: Tensor | None = None,
     return_lse: bool = False,

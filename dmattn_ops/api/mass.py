@@ -28,7 +28,7 @@ def selection_mass(
     documents: Documents | None = None,
     bias: Tensor | None = None,
     softmax_scale: float | None = None,
-    softcap: float = 0.0,
+    softcap: float = 0,
     lse: Tensor | None = None,
     **unknown: NoReturn,
 ) -> Tensor:
@@ -84,7 +84,7 @@ def key_mass(
     window_size: Window = (None, None),
     bias: Tensor | None = None,
     softmax_scale: float | None = None,
-    softcap: float = 0.0,
+    softcap: float = 0,
     lse: Tensor | None = None,
     **unknown: NoReturn,
 ) -> Tensor:

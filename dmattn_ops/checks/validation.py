@@ -29,8 +29,9 @@ _BIASES_OF_OTHER_RANKS = {
     2: "a bias [Sq, Sk] is passed as bias[None, None]",
     3: "a number for each key, [B, heads, Sk], is passed as bias.unsqueeze(2), and a bias [B, Sq, Sk] as bias[:, None]",
 }
-_LARGEST = torch.finfo(torch.float32).max
-_SMALLEST = torch.finfo(torch.float32).tiny
+# of float32; integers, since `torch.compile(dynamic=True)` takes them as constants, and makes graph inputs of global floats
+_LARGEST = int(torch.finfo(torch.float32).max)
+_INVERSE_OF_SMALLEST = int(1 / torch.finfo(torch.float32).tiny)
 
 
 # The calls, checked by the operators.
@@ -265,16 +266,21 @@ def scalars(softmax_scale: float | None, softcap: float, dropout_p: float) -> No
     """Refuse values of the numbers of a call; a traced number that is not known yet passes."""
     if isinstance(softmax_scale, float) and not abs(softmax_scale) <= _LARGEST:
         raise ValueError(f"softmax_scale must be finite, got {softmax_scale}{_beyond_float32(softmax_scale)}")
-    if isinstance(softcap, float) and not (softcap == 0.0 or _SMALLEST <= softcap <= _LARGEST):
+    if isinstance(softcap, float) and (not 0 <= softcap <= _LARGEST or _is_subnormal(softcap)):
         raise ValueError(f"softcap must be finite and not negative, got {softcap}{_beyond_float32(softcap)}")
-    if isinstance(dropout_p, float) and not 0.0 <= dropout_p <= 1.0:
+    if isinstance(dropout_p, float) and not 0 <= dropout_p <= 1:
         raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p}")
 
 
 def _beyond_float32(number: float) -> str:
     """Return a remark for messages about a number that only float64 can hold, else an empty text."""
-    beyond = 0.0 < abs(number) < _SMALLEST or _LARGEST < abs(number) < math.inf
+    beyond = _is_subnormal(number) or _LARGEST < abs(number) < math.inf
     return ", which float32 cannot hold" if beyond else ""
+
+
+def _is_subnormal(number: float) -> bool:
+    """Return whether a number is nearer to 0 than those that float32 holds with all digits, but not 0."""
+    return 0 < abs(number) * _INVERSE_OF_SMALLEST < 1
 
 
 # Types and choices, checked by the public functions.

@@ -30,11 +30,11 @@ def dense_weights(
     *,
     band: Band,
     scale: float | None,
-    softcap: float = 0.0,
+    softcap: float = 0,
     keep: Tensor | None = None,
     bias: Tensor | None = None,
     seed: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
 ) -> Tensor:
     """Return `softmax(score)`, negative where dropout dropped it: `[B, H, Sq, Sk]` rounded up to 128, in query's dtype.
 
@@ -69,10 +69,10 @@ def varlen_weights(
     *,
     band: Band,
     scale: float | None,
-    softcap: float = 0.0,
+    softcap: float = 0,
     bias: Tensor | None = None,
     seed: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
 ) -> Tensor:
     """Return `dense_weights` of packed sequences, `[B, H, longest Sq, longest Sk]` rounded up to 128; `bias` is `[Hb, total_k]`."""
     starts_q, starts_k = (part.tolist() for part in offsets)

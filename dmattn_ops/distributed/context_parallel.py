@@ -46,9 +46,9 @@ PIPELINED_BYTES = 16 << 20  # of keys and values that some rank receives, from w
 GROUPED_HEADS = (
     4  # key heads of a group, at least: kernels with fewer leave more SMs idle at their end, and read more often
 )
-# How many times the bytes of fetching may be exchanged by heads. Fetching is hidden behind computing, exchanging is not; but the
-# kernels of "ulysses" are those of one GPU. Within a host it was faster with 2.5 times the bytes (2 H200, 131072 positions).
-EXCHANGED_BETWEEN_HOSTS, EXCHANGED_IN_A_HOST = 0.5, 4.0
+# How many halves of the bytes of fetching may be exchanged by heads. Fetching is hidden behind computing, exchanging is not; but
+# the kernels of "ulysses" are those of one GPU. Within a host it was faster with 2.5 times the bytes (2 H200, 131072 positions).
+HALVES_BETWEEN_HOSTS, HALVES_IN_A_HOST = 1, 8
 
 
 class _Request(NamedTuple):
@@ -84,8 +84,8 @@ def context_parallel_attention(
     window_size: Window = (None, None),
     cu_seqlens: Tensor | None = None,
     softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
+    softcap: float = 0,
+    dropout_p: float = 0,
     deterministic: bool | None = None,
     sink: Tensor | None = None,
     return_lse: bool = False,
@@ -278,7 +278,7 @@ def chosen_method(
         of_keys = key.shape[1] * max(heads_kv, team.size) * (dim + dim_v)
         of_queries = length * heads * (dim + dim_v)
         exchanged = batch * (of_keys + of_queries) * key.element_size() * (team.size - 1) // team.size
-        if exchanged < (EXCHANGED_IN_A_HOST if near else EXCHANGED_BETWEEN_HOSTS) * fetched:
+        if 2 * exchanged < (HALVES_IN_A_HOST if near else HALVES_BETWEEN_HOSTS) * fetched:
             return "ulysses"
     return "ring" if exchange.longest * per_key > GATHERED_BYTES else "all_gather"
 

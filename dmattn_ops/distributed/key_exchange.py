@@ -18,7 +18,7 @@ from dmattn_ops.distributed.team import Team, arrived, start_all_gather, start_a
 
 Span = tuple[int, int]  # the first position, and the one after the last
 Block = tuple[int, int]  # the first position, and how many there are
-GATHER_ALL = 0.6  # the share of the keys of others that ranks need, from which on all are gathered: one copy less
+GATHER_ALL = 60  # percent of the keys of others that ranks need, from which on all are gathered: one copy less
 
 
 class Started(NamedTuple):
@@ -160,7 +160,7 @@ def exchange_of(team: Team, layout: Layout, seqlen: int, seen: Sequence[Sequence
     """Return the exchange by which every rank gets the spans that it sees."""
     exchange = KeyExchange(team, layout, seqlen, tuple(_joined(spans) for spans in seen))
     received = [exchange.received_by(rank) for rank in range(team.size)]
-    if sum(received) >= GATHER_ALL * (team.size - 1) * seqlen:
+    if 100 * sum(received) >= GATHER_ALL * (team.size - 1) * seqlen:
         return exchange._replace(needed=(((0, seqlen),),) * team.size, most_received=seqlen - seqlen // team.size)
     return exchange._replace(most_received=max(received))
 

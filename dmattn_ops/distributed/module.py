@@ -32,8 +32,8 @@ class ContextParallelAttention(nn.Module):
         method: str = "all_gather",
         is_causal: bool = True,
         window_size: Window = (None, None),
-        softcap: float = 0.0,
-        dropout_p: float = 0.0,
+        softcap: float = 0,
+        dropout_p: float = 0,
         deterministic: bool | None = None,
     ) -> None:
         super().__init__()

@@ -68,7 +68,7 @@ def check_inputs(
 def checked_options(
     *,
     softmax_scale: float | None = None,
-    softcap: float = 0.0,
+    softcap: float = 0,
     sink: Tensor | None = None,
     return_lse: bool = False,
     return_max: bool = False,

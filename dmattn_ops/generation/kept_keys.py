@@ -138,7 +138,7 @@ class KeptKeys:
         padding: Tensor | None = None,
         documents: Tensor | None = None,
         softmax_scale: float | None = None,
-        softcap: float = 0.0,
+        softcap: float = 0,
         sink: Tensor | None = None,
         return_lse: bool = False,
         return_max: bool = False,

@@ -112,7 +112,7 @@ def attention_forward(
     key: Tensor,
     value: Tensor,
     attention_mask: ForwardMask | TileMask | Tensor | None,
-    dropout: float = 0.0,
+    dropout: float = 0,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,

@@ -26,7 +26,7 @@ from dmattn_ops.masks.tile_mask import TileMask
 from dmattn_ops.nn.layer import NAMES_ELSEWHERE, AttentionLayer
 from dmattn_ops.nn.rotary import turned, turns_of
 
-LARGEST_EXPONENT = 10.0  # of the exponential in the scores of keys
+LARGEST_EXPONENT = 10  # of the exponential in the scores of keys; an integer, which torch.compile takes as a constant
 
 
 class Float32Linear(nn.Linear):
@@ -123,7 +123,7 @@ class DynamicMaskAttention(AttentionLayer):
         bias: bool = False,
         rotary_base: float | None = 10000.0,
         recency: float | None = None,
-        dropout: float = 0.0,
+        dropout: float = 0,
         is_causal: bool = True,
     ) -> None:
         super().__init__(dim, heads, kv_heads, head_dim, bias=bias, rotary_base=rotary_base, dropout=dropout)
@@ -264,10 +264,8 @@ class DynamicMaskAttention(AttentionLayer):
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context without autocast, which devices such as meta do not have."""
-    if not torch.amp.is_autocast_available(device.type):
-        return nullcontext()
-    return torch.autocast(device.type, enabled=False)
+    """Return a context without autocast, which the meta device does not have."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def without_padding(

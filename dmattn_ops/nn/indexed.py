@@ -116,7 +116,7 @@ class IndexedAttention(AttentionLayer):
         index_dim: int = 64,
         bias: bool = False,
         rotary_base: float | None = 10000.0,
-        dropout: float = 0.0,
+        dropout: float = 0,
     ) -> None:
         super().__init__(dim, heads, kv_heads, head_dim, bias=bias, rotary_base=rotary_base, dropout=dropout)
         self.keep, self.block = require.counts(keep=keep, block=block)

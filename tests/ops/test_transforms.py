@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import dmattn_ops
 from tests.support import call_inputs
@@ -96,6 +97,19 @@ def test_functional_transforms_that_need_other_derivatives_raise(name, call):
     query, key, value = call_inputs.qkv(2, 7, 2, 4, requires_grad=False)
     with pytest.raises((RuntimeError, NotImplementedError), match=r"dmattn: .*(not differentiable|no forward-mode)"):
         SECOND[name](lambda x: call(x, key, value))(query)
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_a_traced_graph_of_operators_computes_the_same(mode):
+    def call(query, key, value, scores):
+        return dmattn_ops.flash_dmattn_func(query, key, value, dmattn_ops.dynamic_mask(scores, 5), scores.unsqueeze(2))
+
+    inputs = (*call_inputs.qkv(requires_grad=False), torch.randn(2, 4, 33))
+    traced = make_fx(call, tracing_mode=mode)(*inputs)
+    torch.testing.assert_close(traced(*inputs), call(*inputs))
+    if mode == "symbolic":
+        shorter = (*(tensor[:, :20].contiguous() for tensor in inputs[:3]), inputs[3][..., :20].contiguous())
+        torch.testing.assert_close(traced(*shorter), call(*shorter))
 
 
 def test_vmap_over_nothing_is_refused_in_words() -> None:
