@@ -120,7 +120,7 @@ class AllGather(torch.autograd.Function):
         back = torch.cat([exchange.finish_back(started, wide).to(key.dtype) for started in home], 2).movedim(0, 1)
         dim = key.shape[-1]
         dk, dv = back[..., :dim].contiguous(), back[..., dim:].contiguous()
-        whole_bias = plan.bias.returned(dbias, bias, bias.shape[1]) if of_bias else None
+        whole_bias = plan.bias.returned(dbias, bias) if of_bias else None
         return None, torch.cat(dq, 2), dk, dv, whole_bias, None, *[None] * len(masks)
 
 

@@ -54,9 +54,9 @@ class BiasPlan(NamedTuple):
             rows.append((first.row, added([(piece.key, part) for piece, part in own], like.shape[3], 3, of_run)))
         return added(rows, like.shape[2], 2, like)
 
-    def returned(self, groups: Sequence[Tensor], bias: Tensor, heads: int) -> Tensor:
-        """Return the gradient of this rank's bias, from those of the groups of heads; `heads` are those of the bias."""
-        whole = torch.cat(list(groups), 1) if heads > 1 else torch.stack(list(groups)).sum(0)
+    def returned(self, groups: Sequence[Tensor], bias: Tensor) -> Tensor:
+        """Return the gradient of this rank's bias, from those of the groups of heads."""
+        whole = torch.cat(list(groups), 1) if bias.shape[1] > 1 else torch.stack(list(groups)).sum(0)
         if self.per_key:
             whole = self.exchange.finish_back(self.exchange.start_back(whole.movedim(3, 0)), whole.dtype).movedim(0, 3)
         return whole.to(bias.dtype).contiguous()

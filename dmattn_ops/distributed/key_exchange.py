@@ -66,7 +66,7 @@ class KeyExchange(NamedTuple):
         """Return the place of a key in this rank's buffer."""
         before = 0
         for first, stop in self.needed[self.team.rank]:
-            if first <= key <= stop:
+            if first <= key < stop:
                 return before + key - first
             before += stop - first
         raise ValueError(f"key {key} is not among {self.needed[self.team.rank]}")

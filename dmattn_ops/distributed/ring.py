@@ -148,7 +148,7 @@ class Ring(torch.autograd.Function):
         if of_bias:
             all_pieces = [piece for pieces in plan.steps for piece in pieces]
             parts = [dbias[number] for number in range(len(all_pieces))]
-            whole_bias = plan.bias.returned([plan.bias.gradient(all_pieces, parts, biases, wide)], bias, bias.shape[1])
+            whole_bias = plan.bias.returned([plan.bias.gradient(all_pieces, parts, biases, wide)], bias)
         dk, dv = back[..., :dim].to(key.dtype), back[..., dim:].to(value.dtype)
         return None, _whole_dq(plan, dq, query), dk, dv, whole_bias, None, *[None] * len(masks)
 
