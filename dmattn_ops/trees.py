@@ -93,14 +93,15 @@ def pack_prefix_tree(sequences: Sequence[Any], *, pad_to: int | None = None) -> 
 def tree_mask(ends: Tensor, *, positions: Tensor | None = None, window_size: Window = (None, None)) -> TileMask:
     """Return the mask of packed trees: a token sees itself and its ancestors.
 
-    Query `i` sees key `j` iff `j <= i < ends[j]`, inside the window. Takes O(S) memory and reads nothing on the host. A window is
-    no interval where branches follow each other, so that it becomes bits: `S^2 / 4` bytes for each row, `2 S^2` while it is made.
+    Query `i` sees key `j` iff `j <= i < ends[j]`, inside the window. Takes O(S) memory, and the host reads nothing. With a window
+    the mask is stored as bits, since the queries that see a key are no longer one interval: `S^2 / 4` bytes for each row of
+    the batch, and `2 S^2` while it is made.
 
     Args:
         ends: int32 `[B, S]`, the end of the subtree of each token: `tree.ends[None]` of `pack_prefix_tree`, or of several trees
             in a row, each moved to its place. A place with `ends[i] <= i` is padding: it sees nothing and nothing sees it.
-            Padding stands between or behind trees. Inside a subtree it makes bits of the mask on a CPU; on a GPU and in compiled
-            graphs, where nothing is read, it would see its ancestors.
+            Padding stands between trees or behind them. Padding inside a subtree would see its ancestors on a GPU and in
+            compiled graphs, where values are not read; on a CPU the mask is stored as bits then, and is right.
         positions: integers `[B, S]`, the depth of each token, which a window counts.
         window_size: `(left, right)`: a token at position `p` sees those of its ancestors at positions `p - left` to `p + right`.
 

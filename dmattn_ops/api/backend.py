@@ -48,7 +48,7 @@ class BackendInfo:
 def backend_info() -> BackendInfo:
     """Tell which kernels exist on this machine, which do not and why, and the versions that this depends on.
 
-    What a certain call would run tells `explain`. Asks the driver for the GPUs that torch can use; runs nothing on them.
+    `explain` tells what a certain call would run. Asks the driver for the GPUs that torch can use; runs nothing on them.
     """
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     return BackendInfo(

@@ -143,7 +143,7 @@ def explain(
             set, else where `query` lies.
 
     Returns:
-        an `Explanation`: its fields hold the launch of each direction, `str()` of it is for people.
+        an `Explanation`: its fields hold the launch of each direction, and `str()` of it is a text to read.
 
     Raises:
         ValueError, TypeError: as `flash_dmattn_func`, and for an `arch` that is none.

@@ -42,18 +42,19 @@ def selection_mass(
     Args:
         query: with shape `[B, Sq, H, D]`.
         key: with shape `[B, Sk, Hkv, D]`.
-        indices: int32 or int64 `[B|1, H|Hkv|1, Sq, k]`, as in `selection_mask`: -1 is none and has 0; of a number that repeats,
-            the first one has the mass.
+        indices: int32 or int64 `[B|1, H|Hkv|1, Sq, k]`, as in `selection_mask`. The result is 0 where an index is -1, and where it
+            repeats one before it in the row.
         block: how many keys a block has.
         is_causal, causal_from, window_size: as in `selection_mask`.
         documents: ids `[B|1, S]` or a pair of ids, as in `selection_mask`.
         bias: as in `flash_dmattn_func`.
         softmax_scale, softcap: as in `flash_dmattn_func`.
-        lse: `[B, H, Sq]`, as `flash_dmattn_func(..., return_lse=True)` returns it: saves half of the work. That of attention
-            to more keys gives the chosen ones their share of that.
+        lse: `[B, H, Sq]`, as `flash_dmattn_func(..., return_lse=True)` returns it under the same mask: saves half of the work.
+            With the lse of attention to more keys, the probabilities are those among all these keys, and add up to less than 1.
 
     Returns:
-        float32 (float64 for float64) `[B, Hkv, Sq, k]`; for indices of all `H` heads `[B, H, Sq, k]`, of each head by itself.
+        float32 (float64 for float64) `[B, Hkv, Sq, k]`. Where each of the `H` query heads has its own indices, `[B, H, Sq, k]`,
+            not summed over heads.
 
     Raises:
         ValueError, TypeError: as `selection_mask` and `flash_dmattn_func`.

@@ -266,7 +266,7 @@ def scalars(softmax_scale: float | None, softcap: float, dropout_p: float) -> No
     """Refuse values of the numbers of a call; a traced number that is not known yet passes."""
     if isinstance(softmax_scale, float) and not abs(softmax_scale) <= _LARGEST:
         raise ValueError(f"softmax_scale must be finite, got {softmax_scale}{_beyond_float32(softmax_scale)}")
-    if isinstance(softcap, float) and (not 0 <= softcap <= _LARGEST or _is_subnormal(softcap)):
+    if isinstance(softcap, float) and (0 < softcap * _INVERSE_OF_SMALLEST < 1 or not 0 <= softcap <= _LARGEST):
         raise ValueError(f"softcap must be finite and not negative, got {softcap}{_beyond_float32(softcap)}")
     if isinstance(dropout_p, float) and not 0 <= dropout_p <= 1:
         raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p}")
@@ -274,13 +274,8 @@ def scalars(softmax_scale: float | None, softcap: float, dropout_p: float) -> No
 
 def _beyond_float32(number: float) -> str:
     """Return a remark for messages about a number that only float64 can hold, else an empty text."""
-    beyond = _is_subnormal(number) or _LARGEST < abs(number) < math.inf
+    beyond = 0 < abs(number) * _INVERSE_OF_SMALLEST < 1 or _LARGEST < abs(number) < math.inf
     return ", which float32 cannot hold" if beyond else ""
-
-
-def _is_subnormal(number: float) -> bool:
-    """Return whether a number is nearer to 0 than those that float32 holds with all digits, but not 0."""
-    return 0 < abs(number) * _INVERSE_OF_SMALLEST < 1
 
 
 # Types and choices, checked by the public functions.

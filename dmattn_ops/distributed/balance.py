@@ -23,7 +23,7 @@ def balanced_layout(mask: TileMask, group: Group | None, *, chunks_per_rank: int
         mask: of the whole sequence, with the causal condition folded in: `prepare_mask(documents=ids, is_causal=True)`.
         group: the ranks that share the sequence.
         chunks_per_rank: more chunks balance better; a rank fetches more keys, and makes more and smaller calls of kernels unless
-            where documents end is read (`prepare_context_mask`). At least 1.
+            it knows where documents end (`read_documents` of `prepare_context_mask`). At least 1.
 
     Raises:
         ValueError: where the sequence cannot be cut into so many chunks of equal length.

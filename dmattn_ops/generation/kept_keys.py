@@ -231,7 +231,8 @@ class KeptKeys:
     def crop(self, count: int | Tensor) -> None:
         """Take back the last `count` positions of each sequence, an int or integers `[B]`: at most `rollback` in all.
 
-        Keys that they had put out of the best are among them again. Positions can be taken back again after as many new ones.
+        Keys that these positions had displaced are among the best again. What was taken back counts against `rollback` until as
+        many new positions have come.
 
         Raises:
             ValueError: for an int beyond `rollback`; on the CPU also for a sequence that is too short, or whose last positions were

@@ -63,15 +63,15 @@ def selection_mask(
     """Return the mask in which each query sees the keys of the blocks that it chose: sparse attention with an indexer.
 
     Query `i` sees key `j` iff `j // block` is among `indices[b, h, i]`, and the causal condition, the window, the documents
-    and the padding allow it. So attend DeepSeek-V3.2 (single keys, one list for all heads), MiniMax-M3, NSA and MoBA (blocks
-    of 64 or 128). A number may repeat, which changes nothing, and the order does not matter. Not differentiable: what trains
-    an indexer is `selection_mass`.
+    and the padding allow it. DeepSeek-V3.2 (single keys, one list for all heads), MiniMax-M3, NSA and MoBA (blocks of 64 or
+    128) attend in this way. A number may repeat, which changes nothing, and the order does not matter. Not differentiable: an
+    indexer is trained with `selection_mass`.
 
-    On a GPU the mask keeps what is named, O(Sq * k) memory. Attention gathers the keys of blocks by what neighbouring queries
-    name together, at a cost that follows it, where from 4 to 128 query heads share a key head and a list, elements have 16 bits
-    and head dimensions are at most 256; without a bias and dropout, and in the backward unless it is to be deterministic. All
-    other calls, and the CPU, take bits in its place: `Sq * Sk / 4` bytes for each list of a batch entry (64 MiB at 16384), made
-    once. Nothing is read on the host of a GPU.
+    On a GPU the mask stores the indices, in O(Sq * k) memory, and attention gathers the keys of the blocks that neighbouring
+    queries chose. The kernels that do so take calls in which 4 to 128 query heads (on GPUs other than SM 9.0: 4 to 32) share a
+    key head and a list, with 16-bit elements, head dimensions up to 256, no bias and no dropout, and a backward that need not
+    be deterministic. For all other calls, and on the CPU, the indices become a mask of bits, once: `Sq * Sk / 4` bytes for
+    each list of a batch entry (64 MiB at 16384 positions). On a GPU, the host reads nothing.
 
     Args:
         indices: int32 or int64 `[B|1, H|Hkv|1, Sq, k]`: for each query, or each query and head, the numbers of `k` blocks; -1

@@ -128,10 +128,10 @@ def dynamic_mask(
     """Return the mask in which each query sees the keys with the best scores of its prefix: dynamic mask attention.
 
     Query `i` sees key `j` iff `j <= i` and at least one of: `j` is among the `keep` best keys of `0 .. i`;
-    `i - j < keep_last`; `j < keep_first`. The last two are beside the budget of `keep`, and the keys that they show count among
-    the best as any other. Of equal scores the earlier key is better; -0 equals 0; NaNs are equal to each other and worse
-    than everything. Selection is exact, runs on the device of `scores` and reads nothing on the host; the mask takes O(S)
-    memory, and attention under it costs what is kept. Source: Shi et al., arXiv 2508.02124.
+    `i - j < keep_last`; `j < keep_first`. Keys that the last two conditions show do not count against `keep`, and may be among
+    the best keys as well. Of equal scores the earlier key is better; -0 equals 0; NaNs are equal to each other and worse
+    than everything. Selection is exact and runs on the device of `scores`; the host reads nothing. The mask takes O(S)
+    memory, and the cost of attention under it grows with the kept keys. Source: Shi et al., arXiv 2508.02124.
 
     Not differentiable: to train the scores, pass them as `bias` as well.
 

@@ -28,9 +28,9 @@ class TileMask:
     and `col_tiles`, lists of the 128 x 128 tiles in which something is visible. `row_bits` and `col_bits`, or `q_segments`,
     `k_segments` and the band, say what is visible inside these tiles. Intervals show key `j` to the queries
     `start[j] <= i < end[j]` but for `hidden_from[j] <= i < hidden_to[j]`, inside the band; without `start` from the first query
-    on. Chosen blocks are stored as their numbers, `chosen [Bm, Hm, Sq, k]`, beside segments; what reads `mask` gets them as
-    bits. Registered as a pytree: it may be an argument or a result of compiled and exported functions, whose lengths stay
-    dynamic, since they are the shape of `lengths`.
+    on. Chosen blocks are stored as their numbers, `chosen [Bm, Hm, Sq, k]`, with segments; the property `mask` returns them as
+    bits. Registered as a pytree: it may be an argument or a result of compiled and exported functions. Lengths stay dynamic
+    there, since `Sq` and `Sk` are the sizes of the tensor `lengths`.
     """
 
     lengths: Tensor  # [Sq, Sk, 0]: has no elements

@@ -1,11 +1,13 @@
 """Exported programs: both tracers, dynamic sizes, training afterwards, saved and run in another process."""
 
+import inspect
 import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
 import torch
+from torch._inductor.codegen import cpp_wrapper_cpu
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
@@ -228,6 +230,10 @@ def with_other_numbers(masks):
             yield f"{name} lengths", {**masks, name: replace(mask, lengths=longer)}
 
 
+@pytest.mark.skipif(
+    "CHECK(aoti_torch_proxy_executor_call_function" not in inspect.getsource(cpp_wrapper_cpu),
+    reason="packages of this torch go on after an error of an operator (pytorch/pytorch#180884)",
+)
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_compiled_package_never_computes_with_the_numbers_of_another_mask(tmp_path, strict):
     query, masks = torch.randn(1, 16, 2, 8), masks_of_every_kind(16, 4, 16)

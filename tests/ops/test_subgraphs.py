@@ -107,6 +107,7 @@ def traced_modules():
 
 
 def test_no_float_of_a_default_or_a_global_is_traced():
+    pytest.importorskip("transformers", reason="transformers is not installed, which integrations import")
     found = []
     for name in traced_modules():
         module = importlib.import_module(name)
