@@ -34,7 +34,7 @@ void pack_intervals(const IntervalTensors& intervals, const MaybeTensor& mask, c
 void list_tiles(const MaybeTensor& q_segments, const Tensor& k_segments, int64_t seqlen_q, int64_t band_lo,
                 int64_t band_hi, const Tensor& row_tiles, const Tensor& col_tiles);
 
-// Which bits of an element must not all be zero: all, but for the sign of a floating-point zero.
-uint64_t significant_bits(const Tensor& mask);
+// Refuses a mask that may be meant as an additive one.
+void check_keeps(const Tensor& mask);
 
 }  // namespace dmattn

@@ -131,6 +131,7 @@ void Call::check_offsets(const char* name, const Tensor& offsets, int64_t total,
 void Call::hide_masked_keys() {
   const Tensor mask = rows(*key_mask);
   check_memory("mask", mask);
+  check_keeps(mask);
   const int64_t total = key.size(0), heads = mask.dim() == 2 ? mask.size(0) : 0;
   DMATTN_CHECK_VALUE(
       mask.dim() == 2 && mask.size(1) == total && (heads == 1 || heads == key.size(1) || heads == query.size(1)),
@@ -140,7 +141,7 @@ void Call::hide_masked_keys() {
   std::vector<uint32_t> words(static_cast<size_t>(ceil_div(total, 32)));
   for (int64_t h = 0; h < heads; ++h) {
     const char* const row = static_cast<const char*>(mask.const_data_ptr()) + h * mask.stride(0) * size;
-    bit_math().nonzero(row, size, size, significant_bits(mask), total, words.data());
+    bit_math().nonzero(row, size, size, total, words.data());
     int32_t* const written = ids.mutable_data_ptr<int32_t>() + h * total;
     for (int64_t j = 0; j < total; ++j) written[j] = static_cast<int32_t>(words[j >> 5] >> (j & 31) & 1) - 1;
   }

@@ -105,8 +105,8 @@ class MaskReader {
       : data_(static_cast<const char*>(mask.const_data_ptr())),
         size_(static_cast<int64_t>(mask.element_size())),
         heads_(heads),
-        mask_heads_(mask.size(1)),
-        significant_(significant_bits(mask)) {
+        mask_heads_(mask.size(1)) {
+    check_keeps(mask);
     for (int64_t dim = 0; dim < 4; ++dim) strides_[dim] = mask.size(dim) == 1 && dim < 3 ? 0 : mask.stride(dim) * size_;
   }
 
@@ -114,13 +114,12 @@ class MaskReader {
   void read(int64_t batch, int64_t head, int64_t row, int64_t first_key, int64_t keys, uint32_t* words) const {
     const char* at = data_ + batch * strides_[0] + broadcast_head(head, heads_, mask_heads_) * strides_[1] +
                      row * strides_[2] + first_key * strides_[3];
-    bit_math().nonzero(at, strides_[3], size_, significant_, keys, words);
+    bit_math().nonzero(at, strides_[3], size_, keys, words);
   }
 
  private:
   const char* data_;
   int64_t size_, heads_, mask_heads_;
-  uint64_t significant_;
   int64_t strides_[4];
 };
 
@@ -206,15 +205,10 @@ TileClass segment_class(const Side& side, int64_t tile, int64_t other, uint32_t*
 
 }  // namespace
 
-uint64_t significant_bits(const Tensor& mask) {
+void check_keeps(const Tensor& mask) {
   const ScalarType dtype = mask.scalar_type();
-  const auto width = static_cast<int64_t>(mask.element_size()) * 8;
-  // Types with a zero of either sign, and types in which the other one of these patterns is NaN.
-  const bool two_zeros = is_floating(dtype) || dtype == ScalarType::Float8_e4m3fn || dtype == ScalarType::Float8_e5m2;
-  const bool one_zero = dtype == ScalarType::Float8_e4m3fnuz || dtype == ScalarType::Float8_e5m2fnuz;
-  DMATTN_CHECK_TYPE(dtype == kBool || is_integral(dtype) || two_zeros || one_zero, "mask cannot be ", dtype);
-  const uint64_t all = width == 64 ? ~uint64_t{0} : (uint64_t{1} << width) - 1;
-  return two_zeros ? all >> 1 : all;
+  DMATTN_CHECK_TYPE(dtype == kBool || is_integral(dtype),
+                    "mask must have dtype bool (True keeps) or an integer dtype (non-zero keeps), got ", dtype);
 }
 
 namespace {

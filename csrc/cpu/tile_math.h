@@ -98,8 +98,8 @@ struct TileMath {
 struct BitMath {
   // Bit c of words: ids[c] == id. Writes ceil(n / 32) words, zero behind n.
   void (*equal)(const int64_t* ids, int64_t n, int64_t id, uint32_t* words);
-  // Bit c of words: element c is not zero, where `significant` masks the sign away. `stride` and `size` in bytes.
-  void (*nonzero)(const char* row, int64_t stride, int64_t size, uint64_t significant, int64_t n, uint32_t* words);
+  // Bit c of words: the integer in element c is not zero. `stride` and `size` in bytes.
+  void (*nonzero)(const char* row, int64_t stride, int64_t size, int64_t n, uint32_t* words);
   // target bit (c, r) = source bit (r, c) for a 128 x 128 tile; strides in words.
   void (*transpose)(const uint32_t* source, int64_t source_stride, uint32_t* target, int64_t target_stride);
   // Dropout of `query`, whose bit 3 is 0, and of query + 8 over 128 keys from `first_key`, a multiple of 16: bit c is

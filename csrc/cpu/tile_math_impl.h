@@ -370,27 +370,27 @@ void equal_ids(const int64_t* ids, int64_t n, int64_t id, uint32_t* words) {
 }
 
 template <typename U>
-DMATTN_INLINE void nonzero_of(const char* row, int64_t stride, U significant, int64_t n, uint32_t* words) {
+DMATTN_INLINE void nonzero_of(const char* row, int64_t stride, int64_t n, uint32_t* words) {
   for (int64_t first = 0; first < n; first += 32) {
     const int64_t count = n - first < 32 ? n - first : 32;
     const char* at = row + first * stride;
     uint32_t word = 0;
     if (stride == sizeof(U) && count == 32) {
       const U* elements = reinterpret_cast<const U*>(at);
-      for (int k = 0; k < 32; ++k) word |= uint32_t{(elements[k] & significant) != 0} << k;
+      for (int k = 0; k < 32; ++k) word |= uint32_t{elements[k] != 0} << k;
     } else {
       for (int64_t k = 0; k < count; ++k)
-        word |= uint32_t{(*reinterpret_cast<const U*>(at + k * stride) & significant) != 0} << k;
+        word |= uint32_t{*reinterpret_cast<const U*>(at + k * stride) != 0} << k;
     }
     words[first >> 5] = word;
   }
 }
 
-void nonzero(const char* row, int64_t stride, int64_t size, uint64_t significant, int64_t n, uint32_t* words) {
-  if (size == 1) return nonzero_of<uint8_t>(row, stride, static_cast<uint8_t>(significant), n, words);
-  if (size == 2) return nonzero_of<uint16_t>(row, stride, static_cast<uint16_t>(significant), n, words);
-  if (size == 4) return nonzero_of<uint32_t>(row, stride, static_cast<uint32_t>(significant), n, words);
-  nonzero_of<uint64_t>(row, stride, significant, n, words);
+void nonzero(const char* row, int64_t stride, int64_t size, int64_t n, uint32_t* words) {
+  if (size == 1) return nonzero_of<uint8_t>(row, stride, n, words);
+  if (size == 2) return nonzero_of<uint16_t>(row, stride, n, words);
+  if (size == 4) return nonzero_of<uint32_t>(row, stride, n, words);
+  nonzero_of<uint64_t>(row, stride, n, words);
 }
 
 // A 32 x 32 block by swapping ever smaller off-diagonal halves (Hacker's Delight, 7-3).

@@ -30,8 +30,7 @@ _BIASES_OF_OTHER_RANKS = {
     3: "a number for each key, [B, heads, Sk], is passed as bias.unsqueeze(2), and a bias [B, Sq, Sk] as bias[:, None]",
 }
 # of float32; integers, since `torch.compile(dynamic=True)` takes them as constants, and makes graph inputs of global floats
-_LARGEST = int(torch.finfo(torch.float32).max)
-_INVERSE_OF_SMALLEST = int(1 / torch.finfo(torch.float32).tiny)
+_LARGEST, _INVERSE_OF_SMALLEST = int(torch.finfo(torch.float32).max), int(1 / torch.finfo(torch.float32).tiny)
 
 
 # The calls, checked by the operators.
@@ -88,6 +87,7 @@ def varlen_tensors(
         if symbolic.certainly(longest < 0):
             raise ValueError(f"{name} must not be negative, got {longest}")
     if mask is not None:
+        keep_mask(mask)
         require.sizes("mask", mask, (1, heads_kv, heads), (total_k,), axes=require.PACKED_AXES)
         require.device("mask", mask, where)
     if bias is not None:
@@ -168,6 +168,7 @@ def mask_parts(
     batch, heads = symbolic.wider(part.shape[0] for part in parts), symbolic.wider(part.shape[1] for part in by_head)
     batches, own_heads, seqlen_k = (1, batch), (1, heads), by_head[0].shape[-1]
     if mask is not None:
+        keep_mask(mask)
         require.sizes("mask", mask, batches, own_heads, (1, seqlen_q), (seqlen_k,), axes=require.AXES)
     if q_segments is not None:
         require.sizes("q_segments", q_segments, batches, (seqlen_q,))

@@ -241,9 +241,9 @@ class TileMask:
 
     def _indexed(self, dim: int, start: int, stop: int) -> TileMask:
         size = self.shape[dim]
-        if size == 1:
+        start, stop = require.part(("batch", "heads")[dim], start, stop, UNBOUNDED if size == 1 else size)
+        if size == 1:  # for any batch, or for any number of heads
             return self
-        start, stop = require.part(("batch", "heads")[dim], start, stop, size)
 
         def index(part: Tensor) -> Tensor:
             return part if part.shape[dim] == 1 else layout.own(part.narrow(dim, start, stop - start))

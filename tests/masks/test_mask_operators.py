@@ -67,3 +67,21 @@ def test_operators_that_masks_are_made_by_compute_what_they_say():
     lists = layout.lists_from_classes(classes, 4, 5)
     assert torch.equal(layout.classes_from_lists(lists, 5).long(), classes)
     assert documents(torch.zeros(1, 1, 4)).tolist() == [[0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.complex64])
+def test_operators_refuse_masks_that_may_be_additive(dtype: torch.dtype):
+    query, offsets = torch.randn(8, 2, 16), torch.tensor([0, 8], dtype=torch.int32)
+    mask, of_keys, end = (torch.zeros(*shape, dtype=dtype) for shape in ((1, 1, 8, 8), (1, 8), (1, 1, 8)))
+    lengths = torch.full_like(end, 8, dtype=torch.int32)
+    rows = torch.ops.dmattn.varlen_forward(query, query, query, offsets, offsets, None, None, None, None, 8, 8)
+    packed = (query, query, query, *rows[:3], offsets, offsets, None, of_keys, None, None, 8, 8)
+    calls = [
+        (torch.ops.dmattn.pack_mask, (mask, None, None, 8)),
+        (torch.ops.dmattn.pack_intervals, (lengths, None, None, None, mask, None, None, 8)),
+        (torch.ops.dmattn.varlen_forward, (query, query, query, offsets, offsets, None, of_keys, None, None, 8, 8)),
+        (torch.ops.dmattn.varlen_backward, (query, None, *packed)),
+    ]
+    for function, arguments in calls:
+        with pytest.raises(TypeError, match="mask must have dtype bool"):
+            function(*arguments)

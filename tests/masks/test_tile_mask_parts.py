@@ -116,3 +116,12 @@ def test_the_density_of_a_mask_without_pairs_is_zero():
         prepare_mask(documents=torch.zeros(1, 0, dtype=torch.int64)),
     )
     assert [mask.density().item() for mask in without_pairs] == [0.0] * len(without_pairs)
+
+
+def test_a_mask_for_any_batch_is_itself_for_each_range_and_refuses_what_is_none():
+    made = prepare_mask(torch.rand(1, 1, SQ, SK) < 0.5)
+    assert made.batch(3, 7) is made and made.heads(0, 0) is made
+    for start, stop, error in ((2, 1, ValueError), (-1, 1, ValueError), ("a", 1, TypeError), (0, 1.5, TypeError)):
+        for part in (made.batch, made.heads):
+            with pytest.raises(error, match=r"batch|heads"):
+                part(start, stop)

@@ -15,7 +15,6 @@ from tests.support.tile_builder import tile_states, with_second_record
 
 POISON = 0x5A5A5A5A
 DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-DTYPES += (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn)
 LAYOUTS = ("contiguous", "transposed", "offset", "padded", "expanded", "steps")
 Band = tuple[int, int]
 EVERYTHING: Band = (-UNBOUNDED, UNBOUNDED)
