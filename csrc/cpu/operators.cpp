@@ -335,12 +335,15 @@ void write_gradients_by_entry(Call call, const Given& given, const Tensor& dq, c
     dbias_sum.emplace(*dbias, call.wide());
     call.bias = torch::stable::to(*call.bias, call.wide());
   }
-  if (dsink.has_value()) dsink_sum.emplace(*dsink, call.wide());
+  if (dsink.has_value()) {
+    dsink_sum.emplace(*dsink, call.wide());
+    call.sink = torch::stable::to(*call.sink, call.wide());
+  }
   for (const Entry& one : call.entries()) {
     const Given own{one.queries.of(given.grad_out), one.rows.of(given.grad_lse), one.queries.of(given.out),
                     one.rows.of(given.lse), one.rows.of(given.lse_tail)};
     const MaybeTensor own_dbias = dbias_sum.has_value() ? MaybeTensor(dbias_sum->like_total()) : one.bias.of(dbias);
-    const MaybeTensor own_dsink = dsink.has_value() ? MaybeTensor(allocate_like(*dsink)) : std::nullopt;
+    const MaybeTensor own_dsink = dsink_sum.has_value() ? MaybeTensor(dsink_sum->like_total()) : std::nullopt;
     write_gradients(one.call, own, one.queries.of(dq), one.keys.of(dk), one.keys.of(dv), own_dbias, own_dsink);
     if (dbias_sum.has_value()) dbias_sum->add(*own_dbias);
     if (dsink_sum.has_value()) dsink_sum->add(*own_dsink);

@@ -47,15 +47,17 @@ def backward(call: Call, saved: Saved, grads: Gradients, run: Callable[[Call, Sa
             if gradient is not None:
                 gradient.zero_()
     shared_bias = grads.dbias is not None and call.varlen is None and grads.dbias.shape[0] == 1
-    if shared_bias:  # its sum is rounded once
-        assert call.bias is not None
-        call = call._replace(bias=call.bias.to(saved.lse.dtype))
+    wide = saved.lse.dtype  # of what is added up, so that a sum is rounded once
+    if shared_bias and call.bias is not None:
+        call = call._replace(bias=call.bias.to(wide))
+    if grads.dsink is not None and call.sink is not None:
+        call = call._replace(sink=call.sink.to(wide))
     dbias_sum, dsink_sum = _zeros(grads.dbias if shared_bias else None, saved), _zeros(grads.dsink, saved)
     for entry in _entries(call):
         dbias = grads.dbias if shared_bias or grads.dbias is None else grads.dbias[entry.bias]
         if dbias_sum is not None:
             dbias = torch.empty_like(dbias_sum)
-        dsink = None if grads.dsink is None else torch.empty_like(grads.dsink)
+        dsink = None if dsink_sum is None else torch.empty_like(dsink_sum)
         run(
             entry.call,
             Saved(saved.out[entry.queries], saved.lse[entry.rows], saved.lse_tail[entry.rows]),

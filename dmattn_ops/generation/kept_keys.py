@@ -242,6 +242,8 @@ class KeptKeys:
         if isinstance(count, Tensor):
             validation.dense(count=count)
             require.dtype("count", count, *validation.INTEGERS)
+            if count.dim() == 0:
+                raise TypeError("count must be an int or integers [B], got a tensor without dimensions")
             require.shape("count", count, (self.batch,))
             require.device("count", count, self.device, "the cache")
         else:

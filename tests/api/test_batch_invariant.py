@@ -75,6 +75,26 @@ def test_gradients_that_entries_share_are_their_sums():
             assert (one - other).norm() <= close * other.norm()
 
 
+@pytest.mark.parametrize("form", ["dense", "packed"])
+def test_the_gradient_of_a_sink_is_rounded_once_however_many_entries_share_it(form):
+    """64 parts that were rounded to float32 one by one had two and a half times the error of one rounding, 2.9e-8."""
+    query, key, value, grad = torch.randn(4, 64, 16, 4, 8, dtype=torch.float64)
+    offsets = torch.arange(0, 65 * 16, 16, dtype=torch.int32)
+
+    def gradient(sink, **options):
+        if form == "dense":
+            out = dmattn_ops.flash_dmattn_func(query, key, value, sink=sink, **options)
+        else:
+            rows = (part.flatten(0, 1) for part in (query, key, value))
+            out = dmattn_ops.flash_dmattn_varlen_func(*rows, offsets, offsets, 16, 16, sink=sink, **options)
+        return torch.autograd.grad((out.reshape(grad.shape) * grad).sum(), sink)[0]
+
+    sink = torch.randn(4)
+    exact = gradient(sink.double().requires_grad_())
+    found = gradient(sink.requires_grad_(), batch_invariant=True)
+    assert torch.equal(found, exact.float())
+
+
 @pytest.mark.parametrize(
     "condition", [{}, {"is_causal": True}, {"is_causal": True, "window_size": (70, None)}, {"window_size": (150, 40)}]
 )
