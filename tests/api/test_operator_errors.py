@@ -12,6 +12,10 @@ from tests.api.test_errors import DENSE, B, D, H, S, dense, tensor
 from tests.api.test_errors_packed import VARLEN, int32, packed
 
 
+def keeps(*shape):
+    return torch.ones(*shape, dtype=torch.bool)
+
+
 def lists(rows=2, width=6, dtype=torch.int32):
     return torch.zeros(1, 1, rows, width, dtype=dtype)
 
@@ -184,34 +188,34 @@ def test_the_backward_operator_refuses_what_does_not_belong_together(changes, er
     ("arguments", "error", "words"),
     [
         (
-            (tensor(1, 1, 9, 9), None, None, 8),
+            (keeps(1, 1, 9, 9), None, None, 8),
             ValueError,
             "mask must have shape (batch 1, heads 1, queries 8 or 1, keys 9), got (1, 1, 9, 9)",
         ),
-        ((tensor(1, 1, 1, 9), None, None, -1), ValueError, "seqlen_q must not be negative, got -1"),
+        ((keeps(1, 1, 1, 9), None, None, -1), ValueError, "seqlen_q must not be negative, got -1"),
         (
-            (tensor(1, 1, 1, 9), None, None, 1 << 62),
+            (keeps(1, 1, 1, 9), None, None, 1 << 62),
             ValueError,
             "seqlen_q must be less than 1073741824, got 4611686018427387904",
         ),
-        ((tensor(9, 9), None, None, 9), ValueError, "mask must have 4 dimensions, got 2, shape (9, 9)"),
+        ((keeps(9, 9), None, None, 9), ValueError, "mask must have 4 dimensions, got 2, shape (9, 9)"),
         (
-            (tensor(1, 1, 9, 9), int32(*range(9))[None, None], None, 9),
+            (keeps(1, 1, 9, 9), int32(*range(9))[None, None], None, 9),
             ValueError,
             "q_segments must have 2 dimensions, got 3, shape (1, 1, 9)",
         ),
         (
-            (tensor(2, 1, 9, 9), int32(*range(9)).expand(3, 9), None, 9),
+            (keeps(2, 1, 9, 9), int32(*range(9)).expand(3, 9), None, 9),
             ValueError,
             "q_segments must have shape (2 or 1, 9), got (3, 9)",
         ),
         (
-            (tensor(1, 1, 9, 9), None, int32(*range(8))[None, None], 9),
+            (keeps(1, 1, 9, 9), None, int32(*range(8))[None, None], 9),
             ValueError,
             "k_segments must have shape (1, 1, 9), got (1, 1, 8)",
         ),
         (
-            (tensor(1, 1, 9, 9), None, torch.zeros(1, 1, 9), 9),
+            (keeps(1, 1, 9, 9), None, torch.zeros(1, 1, 9), 9),
             TypeError,
             "k_segments must have dtype torch.int32, got torch.float32",
         ),
@@ -229,7 +233,7 @@ ENDS = int32(*range(8))[None, None]
     ("arguments", "words"),
     [
         ((None, ENDS, None, None), "hidden_from and hidden_to belong together, got one of them"),
-        ((None, None, None, tensor(1, 1, 8, 9)), "intervals must have 9 keys as the mask or the documents have, got 8"),
+        ((None, None, None, keeps(1, 1, 8, 9)), "intervals must have 9 keys as the mask or the documents have, got 8"),
     ],
 )
 def test_the_interval_operator_refuses_parts_that_do_not_fit(arguments, words):

@@ -328,6 +328,8 @@ def test_no_more_is_taken_back_than_is_stored():
         cache.crop(1.0)
     with pytest.raises(TypeError, match="count must have dtype"):
         cache.crop(torch.tensor([1.0, 2.0]))
+    with pytest.raises(TypeError, match=r"count must be an int or integers \[B\], got a tensor without dimensions"):
+        cache.crop(torch.tensor(1))
     with pytest.raises(ValueError, match=r"index must have numbers from 0 to 1, got \[0, 2\]"):
         cache.reorder(torch.tensor([0, 2]))
     assert cache.length.tolist() == [10, 10]

@@ -142,10 +142,8 @@ def blocks_of(made_from: str, longest: int) -> tuple[int, int, int]:
 
 def _as_bytes(mask: Tensor) -> Tensor:
     """Return a mask of one-byte elements with a contiguous last dimension: itself, or a copy."""
-    if mask.dtype not in _BYTES:
-        mask = computed(
-            torch.ne, mask, 0
-        )  # 1.13 times the time of reading 4 bytes directly, H200; one path instead of two
+    if mask.dtype not in _BYTES:  # one path instead of two: 1.13 times the time of reading 4 bytes directly, H200
+        mask = computed(torch.ne, mask, 0)
     if mask.stride(3) != 1 and mask.shape[3] != 1:
         mask = computed(Tensor.contiguous, mask)
     return mask.view(torch.uint8)
