@@ -16,12 +16,16 @@ from dmattn_ops.checks import require
 
 def on_the_host(tensor: Tensor) -> bool:
     """Return whether there are values that can be read without waiting for a device: not while tracing, of fakes or under vmap."""
-    if not tensor.is_cpu or is_compiling():
-        return False
+    return tensor.is_cpu and not is_compiling() and _storage(tensor) is not None
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
+    """Return the memory of a CPU tensor: None for fakes, whose storage is on the meta device, and for wrappers of torch.func."""
     try:
-        return tensor.untyped_storage().device.type == "cpu"  # a fake's is on the meta device
-    except (NotImplementedError, RuntimeError):  # batches of vmap have none
-        return False
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+    return storage if storage.device.type == "cpu" else None
 
 
 def memory(arguments: tuple[Any, ...]) -> None:
@@ -29,11 +33,8 @@ def memory(arguments: tuple[Any, ...]) -> None:
     for tensor in arguments:
         if not isinstance(tensor, Tensor) or not tensor.is_cpu or tensor.layout != torch.strided:
             continue
-        try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # wrappers of torch.func: what they hold comes here by itself
-            continue
-        if storage.device.type == "cpu" and tensor.numel() and not storage.nbytes():  # a fake's is on the meta device
+        storage = _storage(tensor)  # what wrappers of torch.func hold comes here by itself
+        if storage is not None and tensor.numel() and not storage.nbytes():
             shape = tuple(tensor.shape)
             raise ValueError(f"a tensor of shape {shape} has no memory: its storage was resized to 0 bytes")
 

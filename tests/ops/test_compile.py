@@ -123,6 +123,13 @@ def test_sizes_do_not_recompile(masked):
     assert counters["stats"]["unique_graphs"] == 1
 
 
+def test_as_many_heads_as_no_model_has_do_not_recompile():
+    call = compiled(attention, dynamic=True)
+    for number, heads in enumerate((100, 129)):
+        with torch._dynamo.config.patch(error_on_recompile=number > 0):
+            call(*call_inputs.qkv(2, 10, heads, 8))
+
+
 def test_sizes_become_dynamic_by_themselves():
     call = compiled(attention)
     for number, (batch, seqlen) in enumerate(SIZES):
