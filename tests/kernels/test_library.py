@@ -56,6 +56,21 @@ def test_batch_invariant_calls_return_the_same(tmp_path, dtype):
     assert repeated(calls, tmp_path) == [f"{len(calls)} calls"]
 
 
+def test_batch_invariant_calls_round_the_gradient_of_a_sink_once(tmp_path):
+    """What two entries add nearly cancels: the sum of two rounded parts would be wrong in its second digit."""
+    query, key = (torch.randn(1, 60, heads, 16, dtype=torch.float16).expand(2, -1, -1, -1) for heads in (4, 2))
+    sink = torch.zeros(4, dtype=torch.float16, requires_grad=True)
+    weights = torch.tensor([8.0, -7.9]).half().view(2, 1, 1, 1)
+
+    def trained():
+        out = dmattn_ops.flash_dmattn_func(query, key, key.abs(), sink=sink, batch_invariant=True)
+        torch.autograd.grad(out, sink, weights.expand_as(out))
+
+    calls = made(trained)
+    assert [name for name, *_ in calls] == ["forward", "backward"]
+    assert repeated(calls, tmp_path) == ["2 calls"]
+
+
 def test_dynamic_masks_sinks_and_documents_return_the_same(tmp_path):
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, 150, heads, 16, requires_grad=True) for heads in (4, 2, 2))
